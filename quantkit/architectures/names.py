@@ -121,7 +121,15 @@ GPT_FAST = META_NAMES | dict.fromkeys(
 """Meta's, except for queries, keys and values, which are one linear in this order of rows."""
 
 EMBEDDING = CANONICAL["embedding"]
-_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
+_EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "tok_embeddings",
+    "embed_in",
+    "word_embeddings",
+    # Of Mamba and of Nemotron H.
+    "embeddings",
+)
 
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
 # Older releases of transformers, and Meta's early checkpoints, contain these tables.

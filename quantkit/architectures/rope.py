@@ -226,18 +226,23 @@ class RopeConfig:
         return rope
 
     def _require_order(self, path: str) -> None:
-        """Require the order of the blended frequencies that the formula assumes."""
-        for low, high, names in (
-            (self.low_freq_factor, self.high_freq_factor, "low_freq_factor and high_freq_factor"),
-            (self.beta_slow or _BETA_SLOW, self.beta_fast or _BETA_FAST, "beta_slow and beta_fast"),
-        ):
-            if low is not None and high is not None and low >= high:
-                raise CheckpointError(
-                    f"{names} of rope scaling are in the wrong order",
-                    path=path,
-                    found=f"{low:g} and {high:g}",
-                    expected="the first below the second",
-                )
+        """Require the order of the blended frequencies that the formula assumes. Equal factors of
+        Llama 3's, as in Llama 4, blend none.
+        """
+        low, high = self.low_freq_factor, self.high_freq_factor
+        beta_low, beta_high = self.beta_slow or _BETA_SLOW, self.beta_fast or _BETA_FAST
+        if low is not None and high is not None and low > high:
+            names, found = "low_freq_factor and high_freq_factor", f"{low:g} and {high:g}"
+        elif beta_low >= beta_high:
+            names, found = "beta_slow and beta_fast", f"{beta_low:g} and {beta_high:g}"
+        else:
+            return
+        raise CheckpointError(
+            f"{names} of rope scaling are in the wrong order",
+            path=path,
+            found=found,
+            expected="the first below the second",
+        )
 
     def require_fits(self, head_dim: int, path: object) -> None:
         """Raise a `CheckpointError` unless there is one factor for each rotary pair."""

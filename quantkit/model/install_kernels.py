@@ -33,7 +33,7 @@ from quantkit.model.attention import (
     make_cached_attention,
     make_causal_attention,
 )
-from quantkit.model.cache import KVCache
+from quantkit.model.cache import KVCache, LayerStates
 from quantkit.model.decoder import Block, Decoder, DecoderOps
 from quantkit.model.feed_forward import Experts, stack_experts
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
@@ -426,6 +426,7 @@ def _same_block(
                 attend = make_cached_attention(cache, positions, windows, attend_with_mask)
                 steps.append(Step(angles, attend, make_cached_scan(cache, positions)))
             share = rounding
+            before = _copy_states(exact_cache, number)
             # Float32 kernels round activations as the quantized modules do.
             with _use_float32_weights(block, dequantized=not wide):
                 right = block(states, steps[0])
@@ -451,11 +452,31 @@ def _same_block(
                 is_prefill=start == 0,
             )
             kernel_added = out.float() - states
+            after = _copy_states(exact_cache, number)
+            # It runs the mixer again, whose states would advance twice.
+            _restore_states(exact_cache, number, before)
             close = _find_close_choices(block, states, steps[0], share)
+            _restore_states(exact_cache, number, after)
             for row in range(stop - start):
                 if not close[row] and not _is_close(kernel_added[:, row], added[:, row], share):
                     return False
     return True
+
+
+def _copy_states(cache: KVCache, layer: int) -> list[Tensor]:
+    """Copy what a layer keeps of sequences in place of keys and values; nothing for attention,
+    which only writes the same rows again.
+    """
+    stored = cache.layers[layer]
+    if not isinstance(stored, LayerStates):
+        return []
+    return [state.clone() for state in stored.tensors()]
+
+
+def _restore_states(cache: KVCache, layer: int, states: Sequence[Tensor]) -> None:
+    """Replace the states of a layer by copies from `_copy_states`."""
+    for stored, state in zip(cache.layers[layer].tensors(), states, strict=False):
+        stored.copy_(state)
 
 
 def _shrink_states(

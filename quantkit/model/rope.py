@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.rope import RopeConfig
 
+# In place of a width of zero between two frequencies.
+_NO_WIDTH = 1e-30
+
 
 @dataclass(frozen=True)
 class Angles:
@@ -241,7 +244,9 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     assert rope.original_context and rope.low_freq_factor and rope.high_freq_factor
     # Rotations within the trained context.
     turns = rope.original_context * plain / (2 * math.pi)
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    width = rope.high_freq_factor - rope.low_freq_factor
+    # Without a width there is nothing to blend: each frequency is divided or kept.
+    blend = (turns - rope.low_freq_factor) / (width or _NO_WIDTH)
     blend = blend.clamp(0, 1)
     return (1 - blend) * plain / rope.factor + blend * plain
 

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from case_names import case
 from config_cases import GEMMA, ROPES, VARIANTS, config_keys, transformers_config
 from error_parts import raises
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantkit.architectures.config import ExpertsConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.model.rope import inverse_frequencies
 
 CONFIG = Path("x/config.json")
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -582,3 +586,20 @@ def test_differences_are_words_not_what_python_calls_its_objects() -> None:
     )
     assert [line for line in differences if line.startswith("window none against 5 ")]
     assert not [line for line in differences if "None" in line or "=" in line]
+
+
+def test_equal_factors_of_llama3_scaling_blend_nothing() -> None:
+    """As in Llama 4."""
+    settings = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    }
+    raw = config_keys("llama") | {"head_dim": 32, "rope_parameters": settings, "rope_scaling": None}
+    config = config_from_hf(raw, "config.json")
+    theirs = transformers.LlamaConfig(head_dim=32, rope_parameters=settings)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")
+    torch.testing.assert_close(inverse_frequencies(config.rope, 32, 32), expected)

@@ -163,7 +163,6 @@ WRONG_ROPES: list[tuple[str, dict[str, Any]]] = [
     ("dynamic", {"factor": 1e30}),
     ("dynamic", {"factor": 10**400}),
     ("llama3", {"low_freq_factor": 0}),
-    ("llama3", {"low_freq_factor": 4.0}),
     ("llama3", {"low_freq_factor": 5.0}),
     ("llama3", {"high_freq_factor": -4.0}),
     ("llama3", {"original_max_position_embeddings": 0}),

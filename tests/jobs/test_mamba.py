@@ -29,6 +29,7 @@ from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
 from quantkit.quality.verify import Verdict, verify
 from quantkit.runtime.engine import Engine
+from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -113,6 +114,22 @@ def test_greedy_tokens_are_those_of_transformers(
         quantized[case].path, tmp_path / "floats", dequantize=True, source_check=False
     )
     assert found == oracle.greedy(oracle.load(floats.path), prompt, 12)
+
+
+def test_the_embedding_of_nemotron_h_is_read_quantized(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its name on disk is no other family's."""
+    options = {**UNCHECKED, "embedding": "int8"}
+    made = quantkit.quantize(sources["nemotron-h"], tmp_path / "made", "int8", **options)
+    embedding = open_checkpoint(made.path).load("model.embed_tokens.weight")
+    assert isinstance(embedding, QuantTensor)
+    model = load_model(made.path, dtype=torch.float32, backend="reference", device="cpu")
+    model.config = replace(model.config, eos_token_ids=())
+    prompt = oracle.random_tokens(20, vocabulary=VOCABULARY)
+    found = list(quantkit.generate(model, prompt[0].tolist(), max_new_tokens=8))
+    floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, source_check=False)
+    assert found == oracle.greedy(oracle.load(floats.path), prompt, 8)
 
 
 def test_a_recipe_that_names_state_spaces_quantizes_them(

@@ -45,6 +45,15 @@ _NOT_SERVED = (
 SERVED = [case for case in CASES if not case.startswith(_NOT_SERVED)]
 
 
+@pytest.mark.parametrize("case", ["qwen3-5-moe", "qwen3-next", "granitemoehybrid-moe"])
+def test_layers_with_states_and_experts_pass_the_check_at_load(case: str, tmp_path: Path) -> None:
+    """It runs the mixer twice for rows with close choices of experts."""
+    kind, changes = CASES[case]
+    folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
+    model = load_model(folder, dtype=torch.float32, backend="cpu-exact")
+    assert model.ops.blocks is not None
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "scheme"),

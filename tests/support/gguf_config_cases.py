@@ -24,6 +24,15 @@ GPT_OSS = {
 }
 
 
+# As published: equal factors, between which nothing is blended.
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
 LLAMA4 = {
     "head_dim": 16,
     "intermediate_size": 48,
@@ -147,6 +156,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4": ("llama4_text", LLAMA4),
+    "llama4-scout": ("llama4_text", {**LLAMA4, "rope_parameters": LLAMA4_ROPE}),
     "llama4-steps": (
         "llama4_text",
         {

@@ -44,6 +44,8 @@ KEYS = (
 )
 # Low and high frequency factor and original context of all that is published.
 _LLAMA3 = (1.0, 4.0, 8192)
+# In place of a width of zero between both factors.
+_NO_WIDTH = 1e-30
 # Of YaRN in llama.cpp, for all but a few architectures.
 _BETAS = (32.0, 1.0)
 # Factors, and the frequencies behind them, are rounded to float32.
@@ -323,6 +325,9 @@ def _of_factors(
     candidates = [
         (low, high, original or usual_length),
         (low, high, usual_length),
+        # Llama 4's.
+        (low, low, original or usual_length),
+        (low, low, usual_length),
         *_fit_llama3_settings(factors, theta, dim, original),
     ]
     for low, high, length in candidates:
@@ -350,11 +355,13 @@ def _llama3_factors(
     theta: float, dim: int, factor: float, low: float, high: float, original: int
 ) -> tuple[float, ...]:
     factors = []
+    # Without a width there is nothing to blend: each frequency is divided or kept.
+    width = (high - low) or _NO_WIDTH
     for pair in range(dim // 2):
         # Rotations within the trained context.
         turns = original * theta ** (-2 * pair / dim) / (2 * math.pi)
         # 0 divides the frequency by the whole factor, 1 keeps it.
-        blend = min(max((turns - low) / (high - low), 0.0), 1.0)
+        blend = min(max((turns - low) / width, 0.0), 1.0)
         factors.append(1 / ((1 - blend) / factor + blend))
     return tuple(factors)
 
