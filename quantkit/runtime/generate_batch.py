@@ -86,8 +86,8 @@ def generate_batch(
         specials: whether spellings of special tokens in texts, such as ``<|eot_id|>``, mean those
             tokens. Not for texts that others wrote.
         batch_size: the maximum number of sequences that run together; each uses its part of the
-            cache. With the CPU kernels, completions do not depend on it; elsewhere they do only
-            after ties.
+            cache. With the CPU kernels for complete blocks, completions do not depend on it;
+            elsewhere they do only after ties.
         progress: called for each prompt.
         sampling: how tokens are drawn, greedily by default: see `quantkit.generate`. All prompts
             have the same seed.
