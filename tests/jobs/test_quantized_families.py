@@ -46,7 +46,8 @@ def test_a_quantized_model_is_within_its_bounds(case: str, tmp_path: Path) -> No
         ours = load_model(made.path, dtype=torch.float32, backend="reference")
         with torch.inference_mode():
             found = ours(tokens, torch.arange(40))
-        assert (found - oracle.logits(oracle.load(made.path), tokens)).abs().max() < 1e-4
+        expected = oracle.logits(oracle.load(made.path), tokens)
+        assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
     if (
         kl["int4"] > 1e-6
     ):  # logits that Granite divides to next to nothing tell no more than rounding of sums

@@ -78,8 +78,8 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     count = sum(steps)
     tokens = oracle.random_tokens(count, batch=2)
     assert model.ops.blocks is not None
-    # With random weights, what a head reads by a delta rule is small, and the norm after it stretches
-    # the rounding of activations, which fall on other sides of ties.
+    # With random weights, what a head reads by a delta rule is small, and the norm after it
+    # stretches the rounding of activations, which fall on other sides of ties.
     share = 1e-3 if model.config.gated_delta is None else 4e-3
     all_found = [
         block_logits(model, tokens, steps, torch.float32, is_prefill=is_prefill)
