@@ -461,9 +461,16 @@ class ModelConfig:
 
     def intermediate_size_of(self, layer: int) -> int:
         """Return the width of a layer's feed-forward."""
-        if self.wide_sharing_layers and self.layers[layer].shares_kv:
-            return 2 * self.intermediate_size
-        return self.intermediate_size
+        return self._widen(layer, self.intermediate_size)
+
+    def shared_size_of(self, layer: int) -> int:
+        """Return the width of a layer's shared experts."""
+        assert self.experts is not None
+        return self._widen(layer, self.experts.shared_size)
+
+    def _widen(self, layer: int, width: int) -> int:
+        is_wide = self.wide_sharing_layers and self.layers[layer].shares_kv
+        return 2 * width if is_wide else width
 
     @property
     def keeps_states(self) -> bool:

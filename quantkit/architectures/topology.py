@@ -259,10 +259,10 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
     elif features.mixer != "none":
         mixer += _MIXERS[features.mixer](config, features)
     feed_forward: list[Item] = []
+    is_wide = config.wide_sharing_layers and features.shares_kv
     if features.experts:
-        feed_forward += _experts(config)
+        feed_forward += _experts(config, is_wide=is_wide)
     elif features.feed_forward:
-        is_wide = config.wide_sharing_layers and features.shares_kv
         size = "wide_intermediate" if is_wide else "intermediate"
         feed_forward += _iter_mlp(config, "mlp", (size, "hidden"), "mlp.in")
     items: list[Item] = []
@@ -577,7 +577,7 @@ def _latent_attention(config: ModelConfig) -> Iterator[Item]:
     )
 
 
-def _experts(config: ModelConfig) -> Iterator[Item]:
+def _experts(config: ModelConfig, *, is_wide: bool) -> Iterator[Item]:
     experts = config.experts
     assert experts is not None
     yield Linear(
@@ -610,7 +610,8 @@ def _experts(config: ModelConfig) -> Iterator[Item]:
         experts.count, tuple(_iter_mlp(config, "expert", dims, "expert.in", bias=experts.bias))
     )
     if experts.shared_size:
-        dims = "shared_intermediate", "hidden"
+        # Where layers differ in width, shared experts are the dense feed-forward (Gemma 4).
+        dims = "wide_intermediate" if is_wide else "shared_intermediate", "hidden"
         yield from _iter_mlp(config, "shared_expert", dims, "mlp.in", bias=False)
 
 

@@ -277,7 +277,7 @@ class Block(nn.Module):
                 has_second = has_second and not config.experts.separate_norms
             self.post_attention_layernorm = hidden_norm(config) if has_second else None
             if features.experts:
-                self.mlp = Experts(config)
+                self.mlp = Experts(config, layer)
             else:
                 self.mlp = MLP(config, config.intermediate_size_of(layer), bias=config.mlp_bias)
             self.mlp_output_layernorm = hidden_norm(config) if after else None

@@ -78,7 +78,7 @@ class Experts(nn.Module):
     Its `inner` returns the states unchanged, because the whole branch is in `output`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         assert config.experts is not None
         self.config = experts = config.experts
@@ -116,7 +116,7 @@ class Experts(nn.Module):
                 self.shared_output_layernorm = hidden_norm(config)
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
-            self.shared_experts = MLP(config, experts.shared_size, bias=False)
+            self.shared_experts = MLP(config, config.shared_size_of(layer), bias=False)
         if experts.shared_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
