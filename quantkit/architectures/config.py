@@ -461,14 +461,14 @@ class ModelConfig:
 
     def intermediate_size_of(self, layer: int) -> int:
         """Return the width of a layer's feed-forward."""
-        return self._widen(layer, self.intermediate_size)
+        return self._double_if_wide(layer, self.intermediate_size)
 
-    def shared_size_of(self, layer: int) -> int:
+    def compute_shared_size(self, layer: int) -> int:
         """Return the width of a layer's shared experts."""
         assert self.experts is not None
-        return self._widen(layer, self.experts.shared_size)
+        return self._double_if_wide(layer, self.experts.shared_size)
 
-    def _widen(self, layer: int, width: int) -> int:
+    def _double_if_wide(self, layer: int, width: int) -> int:
         is_wide = self.wide_sharing_layers and self.layers[layer].shares_kv
         return 2 * width if is_wide else width
 

@@ -229,19 +229,20 @@ class RopeConfig:
         """Require the order of the blended frequencies that the formula assumes. Equal factors of
         Llama 3's, as in Llama 4, blend none.
         """
-        low, high = self.low_freq_factor, self.high_freq_factor
-        beta_low, beta_high = self.beta_slow or _BETA_SLOW, self.beta_fast or _BETA_FAST
+        low = self.low_freq_factor
+        high = self.high_freq_factor
+        beta_slow = self.beta_slow or _BETA_SLOW
+        beta_fast = self.beta_fast or _BETA_FAST
         if low is not None and high is not None and low > high:
-            names, found = "low_freq_factor and high_freq_factor", f"{low:g} and {high:g}"
-        elif beta_low >= beta_high:
-            names, found = "beta_slow and beta_fast", f"{beta_low:g} and {beta_high:g}"
+            problem = "low_freq_factor and high_freq_factor of rope scaling are in the wrong order"
+            values = f"{low:g} and {high:g}"
+        elif beta_slow >= beta_fast:
+            problem = "beta_slow and beta_fast of rope scaling are in the wrong order"
+            values = f"{beta_slow:g} and {beta_fast:g}"
         else:
             return
         raise CheckpointError(
-            f"{names} of rope scaling are in the wrong order",
-            path=path,
-            found=found,
-            expected="the first below the second",
+            problem, path=path, found=values, expected="the first below the second"
         )
 
     def require_fits(self, head_dim: int, path: object) -> None:

@@ -116,7 +116,7 @@ class Experts(nn.Module):
                 self.shared_output_layernorm = hidden_norm(config)
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
-            self.shared_experts = MLP(config, config.shared_size_of(layer), bias=False)
+            self.shared_experts = MLP(config, config.compute_shared_size(layer), bias=False)
         if experts.shared_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 

@@ -37,10 +37,10 @@ from quantkit.formats.gguf.config import (
 from quantkit.formats.gguf.names import (
     ROPE_TENSORS,
     get_norm_offset,
+    get_stored_shape,
     gguf_tensors,
     has_merged_qkv,
     keeps_float32,
-    stored_shape,
 )
 from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.formats.kv_cache import KvCache
@@ -298,7 +298,7 @@ class GgufCheckpoint:
         return _DEFAULT
 
     def _check(self) -> None:
-        expected = {name: stored_shape(tensor) for name, tensor in self._disk.items()}
+        expected = {name: get_stored_shape(tensor) for name, tensor in self._disk.items()}
         is_tied = self.config.tied_embeddings
         specs = {}
         for name, tensor in self._stored.items():

@@ -26,9 +26,9 @@ from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, plan_units
 from quantkit.formats.gguf.names import (
     get_norm_offset,
+    get_stored_shape,
     gguf_tensors,
     keeps_float32,
-    stored_shape,
 )
 from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.tensors.dtypes import DType
@@ -113,7 +113,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         for tensor, first, spec in plan_units(planned, gguf_tensors(config)):
             # Experts are appended one by one, which buffers less.
             at_once = len(tensor.parts) if tensor.stacked is None else 1
-            stored = GgufTensor(tensor.name, _type(tensor, spec), stored_shape(tensor))
+            stored = GgufTensor(tensor.name, _type(tensor, spec), get_stored_shape(tensor))
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
         self._metadata: dict[str, Any] = {**kinds, **metadata}

@@ -100,7 +100,7 @@ def keeps_float32(tensor: DiskTensor) -> bool:
     )
 
 
-def stored_shape(tensor: DiskTensor) -> tuple[int, ...]:
+def get_stored_shape(tensor: DiskTensor) -> tuple[int, ...]:
     """Return the shape in a file: filters of convolutions [C, 1, K] are matrices."""
     if tensor.stacked is None and len(tensor.shape) == 3 and tensor.shape[1] == 1:
         return tensor.shape[0], tensor.shape[2]
