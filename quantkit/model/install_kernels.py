@@ -475,6 +475,7 @@ def _copy_states(cache: KVCache, layer: int) -> list[Tensor]:
 
 def _restore_states(cache: KVCache, layer: int, states: Sequence[Tensor]) -> None:
     """Replace the states of a layer by copies from `_copy_states`."""
+    # Not strict: of attention nothing was copied.
     for stored, state in zip(cache.layers[layer].tensors(), states, strict=False):
         stored.copy_(state)
 

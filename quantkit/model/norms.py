@@ -10,7 +10,7 @@ from quantkit.architectures.config import ModelConfig
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (1910.07467), computed in float32; `offset` is added to the weight, and
-    `rounds_last` tells whether the product with the weight is in float32 too.
+    `is_wide` tells whether the product with the weight is in float32 too.
     """
 
     def __init__(
