@@ -52,7 +52,8 @@ class PlaneWeight:
     Attributes:
         codes: the lowest bits of codes, [O, 16 U]; int32 for 4 bits, int16 for 2.
         high: the other bits, likewise; for 1 bit int16 with two units in each, [O, 16 ceil(U / 2)].
-        scale: of groups, floats [O, G] with G for whole units; or words of integers, int32 [O, W U].
+        scale: of groups, floats [O, G] with G for whole units; or words of integers, int32
+            [O, W U].
         minimum: of groups, floats [O, G]; those of K-quants are in the words of `scale`.
         outer, outer_minimum: float16 [O, U / 2].
         table: the numbers that codes stand for, float16 [16].

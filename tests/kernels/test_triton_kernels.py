@@ -31,11 +31,15 @@ from quantkit.kernels.backend import (
     PreparedLinear,
 )
 from quantkit.kernels.triton_backend import TritonBackend
+from quantkit.kernels.triton_layout import require_layout
 from quantkit.kernels.triton_tiles import (
     GpuSpec,
+    TileConfig,
     default_config,
     gemm_config,
     gemv_config,
+    matmul_config,
+    plane_config,
 )
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import DecoderOps
@@ -44,7 +48,7 @@ from quantkit.model.load import load_model
 from quantkit.runtime.captured import greedy_step
 from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 from quantkit.tensors.qtensor import quantize_rtn
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import GGUF_SCHEMES, QuantScheme
 
 pytestmark = pytest.mark.gpu_kernels
 
@@ -250,6 +254,92 @@ def test_kernels_for_experts_compile_for_gpus_that_are_not_here(
     assert _compiled(kernel, constants, target)["cubin" if target == "cuda" else "hsaco"]
 
 
+PLANE_TYPES = sorted({*GGUF_SCHEMES} - {"q4_0", "int8-g32"})
+"""Block types whose codes lie in planes; int8-g32 is another name of q8_0."""
+
+
+def _compiled_for_planes(
+    name: str, text: str, config: TileConfig, target: str, dtype: str | None = None
+) -> dict[str, Any]:
+    """The stages of a kernel for codes in planes, compiled for a scheme."""
+    from quantkit.kernels import triton_experts, triton_stored
+
+    kernel = getattr(triton_experts if name == "grouped_stored" else triton_stored, name)
+    layout = require_layout(QuantScheme.parse(text))
+    constants: dict[str, Any] = {**layout.constants()}
+    flags = {"BIAS": True, "JOINED": True, "WHOLE": True, **config.constants()}
+    for flag, value in flags.items():
+        if flag in kernel.arg_names or flag.startswith("num_"):
+            constants[flag] = value
+    # A plane of 4 bits has integers of 32.
+    lanes = {bits: "*i32" if bits == 4 else "*i16" for bits in (1, 2, 4)}
+    first, second = layout.planes
+    types = {
+        "codes": lanes[first],
+        "high": lanes.get(second, "*i32"),
+        "scale": "*i32" if layout.nested else "*fp16",
+    }
+    types |= dict.fromkeys(("minimum", "outer", "outer_minimum", "table"), "*fp16")
+    if dtype is not None:
+        types |= dict.fromkeys(("x", "bias", "out"), f"*{dtype}")
+    types = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
+    return _compiled(kernel, constants, target, others=types)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("text", PLANE_TYPES)
+def test_kernels_for_planes_compile_for_gpus_that_are_not_here(
+    text: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    bits, gpu = QuantScheme.parse(text).bits, LARGE if target == "cuda" else SMALL
+    for name, tokens in (
+        ("stored_skinny", 1),
+        ("stored_skinny", 16),
+        ("stored_gemm", 64),
+        ("grouped_stored", 16),
+        ("stored_floats", 4096),
+    ):
+        config = plane_config(bits, tokens, 4096, 4096, False, gpu)
+        if name == "grouped_stored":
+            config = gemm_config(bits, tokens, 1536, 2048, gpu)
+        stages = _compiled_for_planes(name, text, config, target)
+        assert stages["cubin" if target == "cuda" else "hsaco"], (name, tokens)
+        if target != "cuda":
+            continue
+        ptx = stages["ptx"]
+        assert "st.local" not in ptx, (name, tokens)
+        if name == "stored_skinny":
+            # Of 16 columns and 8 tokens each.
+            assert ptx.count("mma.sync") == config.block_m, (name, tokens)
+            # Each thread multiplies the weights that it has made: what is moved are sums.
+            loop = ptx[: ptx.rindex("mma.sync")].rsplit("$L__BB", 1)[1]
+            assert not [word for word in ("st.shared", "shfl", "ldmatrix") if word in loop], tokens
+        if name == "stored_gemm":
+            first, last = (at(ptx, "wgmma.mma_async") for at in (str.index, str.rindex))
+            assert ptx.count("wgmma.mma_async") == 8  # of 16 columns each
+            assert "wait_group.sync.aligned 0" not in ptx[first:last]
+            loop = ptx[:last].rsplit("$L__BB", 1)[1]
+            assert not [word for word in ("st.shared", "ldmatrix", "shfl") if word in loop]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["q4_k", "q5_0", "iq4_nl"])
+def test_float32_in_planes_has_no_tensor_cores_and_compiles_as_well(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    config = plane_config(QuantScheme.parse(text).bits, 16, 4096, 4096, True, LARGE)
+    assert config.path == "gemm"
+    for name in ("stored_gemm", "grouped_stored", "stored_floats"):
+        if name == "stored_floats":
+            config = matmul_config(4096)
+        stages = _compiled_for_planes(name, text, config, "cuda", "fp32")
+        assert stages["cubin"], name
+        assert "st.local" not in stages["ptx"], name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cached", [None, "i8"])
@@ -453,7 +543,7 @@ def _kernels_seen(
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
-@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym", "q5_1"])
 def test_a_compiler_sees_the_kernels_and_that_they_only_write_the_product(
     text: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,7 +556,7 @@ def test_a_compiler_sees_the_kernels_and_that_they_only_write_the_product(
     assert kernel.kwargs["tensors_to_clone"] == ["out"]
 
 
-@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym", "q5_1"])
 def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +577,7 @@ def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym", "iq4_nl"])
 def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
