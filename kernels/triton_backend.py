@@ -193,13 +193,14 @@ class TritonBackend(Backend):
             )
         else:
             layout = require_layout(scheme)
-            product = torch.ops.quantkit_triton.stored_linear(
+            product = torch.ops.quantkit_triton.plane_linear(
                 rows,
                 *(prepared.get(name) for name in PLANE_FIELDS),
                 bias,
-                *layout.planes,
+                layout.low_bits,
+                layout.high_bits,
                 layout.group,
-                str(scheme),
+                config_name(scheme),
                 prepared["arrived"],
             )
         return product.view(*x.shape[:-1], out_features)
@@ -247,11 +248,10 @@ def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
     if not _is_in_words(linear.scheme):
         layout = require_layout(linear.scheme)
         planes = [linear.prepared.get(name) for name in PLANE_FIELDS]
-        numbers = *layout.planes, layout.group
-        stored: Tensor = torch.ops.quantkit_triton.grouped_stored_linear(
-            x, *planes, linear.bias, chosen, *numbers
+        of_planes: Tensor = torch.ops.quantkit_triton.plane_linear_of_experts(
+            x, *planes, linear.bias, chosen, layout.low_bits, layout.high_bits, layout.group
         )
-        return stored
+        return of_planes
     words = linear.prepared["words"]
     scale = linear.prepared["scale"]
     zero = linear.prepared.get("zero")
@@ -281,7 +281,7 @@ def _is_in_words(scheme: QuantScheme) -> bool:
 
 def _prepare_planes(weight: QuantTensor) -> Prepared:
     """Convert a weight as `Backend.prepare` does, to the tensors of a `PlaneWeight`."""
-    from quantkit.kernels import triton_stored  # noqa: F401  (registers the operator)
+    from quantkit.kernels import triton_plane_linear  # noqa: F401  (registers the operator)
     from quantkit.kernels.triton_planes import pack_weight
     from quantkit.kernels.triton_skinny import allocate_counters
 
@@ -306,7 +306,9 @@ def _dequantize_planes(
     for name in PLANE_FIELDS:
         tensor = prepared.get(name)
         # All rows share the table.
-        rows[name] = tensor if tensor is None or name == "table" else tensor[index]
+        if tensor is not None and name != "table":
+            tensor = tensor[index]
+        rows[name] = tensor
     packed = PlaneWeight(**rows)  # type: ignore[arg-type]
     return unpack_weight(packed, require_layout(scheme), scheme, in_features).dequantize()
 
@@ -320,7 +322,8 @@ def _tune_if_asked(prepared: Prepared, weight: QuantTensor) -> None:
         return
     from quantkit.kernels.triton_tune import tune
 
-    rows, columns = weight.shape
+    rows = weight.shape[0]
+    columns = weight.shape[1]
     scheme = config_name(weight.scheme)
     gpu = gpu_spec(weight.codes.device)
     measured_shapes = read_measured_configs().get(gpu.name, {}).get(scheme, {})

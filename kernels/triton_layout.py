@@ -20,8 +20,8 @@ LANES = 16
 PLANE_FIELDS = ("codes", "high", "scale", "minimum", "outer", "outer_minimum", "table")
 """The tensors of a `PlaneWeight`, in the order in which kernels take them."""
 
-# Bits of the planes that codes of some bits are split into.
-_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
+# Bits in the first plane, by bits of a code; the second plane has the others.
+_LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 4}
 _FLOAT_GROUPS = (32, 64, 128)
 _INTEGER_GROUPS = (16, 32)
 
@@ -31,14 +31,16 @@ class PlaneLayout:
     """How a weight of a scheme lies in planes.
 
     Attributes:
-        planes: bits of the planes; the second is 0 if there is only one.
+        low_bits: the bits of a code in the first plane.
+        high_bits: the others, in the second plane; 0 if there is none.
         group: columns that share a scale.
         nested: scales and minima are integers, times float16 numbers for 256 columns.
         has_minima: whether groups have minima; otherwise the middle code is zero.
         in_table: codes are indices of `TABLE`.
     """
 
-    planes: tuple[int, int]
+    low_bits: int
+    high_bits: int
     group: int
     nested: bool
     has_minima: bool
@@ -47,12 +49,14 @@ class PlaneLayout:
     @property
     def bits(self) -> int:
         """Return the bits of a code."""
-        return sum(self.planes)
+        return self.low_bits + self.high_bits
 
     @property
     def lift(self) -> int:
         """Return what is added to the integers of scales, so that none is negative."""
-        return 0 if self.has_minima else 128
+        if self.has_minima:
+            return 0
+        return 128
 
     @property
     def shares_bytes(self) -> bool:
@@ -63,10 +67,9 @@ class PlaneLayout:
 
     def constants(self) -> dict[str, int | bool]:
         """List the constants that kernels are compiled for."""
-        first_bits, second_bits = self.planes
         return {
-            "FIRST": first_bits,
-            "SECOND": second_bits,
+            "LOW": self.low_bits,
+            "HIGH": self.high_bits,
             "GROUP": self.group,
             "NESTED": self.nested,
             "MINIMA": self.has_minima,
@@ -82,14 +85,18 @@ def find_layout(scheme: QuantScheme) -> PlaneLayout | None:
     if scheme.group_size is None or scheme.of_small_floats:
         return None
     nested = scheme.scales is Scales.SUPER_BLOCKS
-    allowed_groups = _INTEGER_GROUPS if nested else _FLOAT_GROUPS
+    if nested:
+        allowed_groups = _INTEGER_GROUPS
+    else:
+        allowed_groups = _FLOAT_GROUPS
     if scheme.group_size not in allowed_groups:
         return None
     # Of floats without minima, these are Q8_0 and larger groups.
     if scheme.scales is Scales.FLOATS and not (scheme.bits == 8 and scheme.symmetric):
         return None
     return PlaneLayout(
-        planes=_PLANES[scheme.bits],
+        low_bits=_LOW_BITS[scheme.bits],
+        high_bits=scheme.bits - _LOW_BITS[scheme.bits],
         group=scheme.group_size,
         nested=nested,
         has_minima=scheme.has_minima,
@@ -106,18 +113,24 @@ def require_layout(scheme: QuantScheme) -> PlaneLayout:
 
 def count_plane_bytes(spec: TensorSpec, layout: PlaneLayout) -> int:
     """Count the bytes of a weight [O, I] in planes."""
-    rows, columns = spec.shape
+    rows = spec.shape[0]
+    columns = spec.shape[1]
     units = math.ceil(columns / UNIT)
     code_bytes = units * UNIT * layout.bits // 8
-    if layout.planes[1] == 1 and units % 2:
+    if layout.high_bits == 1 and units % 2:
         # Two units share the integers of a plane of one bit.
         code_bytes += UNIT // 8
     groups = units * UNIT // layout.group
-    # Scales, and minima.
-    count = 2 if layout.has_minima else 1
+    count = 1
+    if layout.has_minima:
+        count = 2
     if layout.nested:
-        inner_bytes = groups if layout.shares_bytes else groups * count
-        scale_bytes = inner_bytes + columns // SUPER_BLOCK * count * 2
+        # Integers, and float16 numbers for 256 columns.
+        scale_bytes = columns // SUPER_BLOCK * count * 2
+        if layout.shares_bytes:
+            scale_bytes += groups
+        else:
+            scale_bytes += groups * count
     else:
         scale_bytes = groups * count * spec.dtype.itemsize
     return rows * (code_bytes + scale_bytes)

@@ -67,10 +67,11 @@ class PlaneWeight:
     outer_minimum: Tensor | None
     table: Tensor | None
 
-    def find_layout(self, first_bits: int, second_bits: int, group: int) -> PlaneLayout:
+    def find_layout(self, low_bits: int, high_bits: int, group: int) -> PlaneLayout:
         """Return the layout of the weight, whose planes have these bits."""
         return PlaneLayout(
-            planes=(first_bits, second_bits),
+            low_bits=low_bits,
+            high_bits=high_bits,
             group=group,
             nested=self.outer is not None,
             has_minima=self.minimum is not None or self.outer_minimum is not None,
@@ -80,16 +81,16 @@ class PlaneWeight:
 
 def pack_weight(weight: QuantTensor, layout: PlaneLayout) -> PlaneWeight:
     """Pack a weight whose scheme has the layout; zeros fill the last unit."""
-    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-    first_bits, second_bits = layout.planes
+    low_parts = []
+    high_parts = []
     for codes in weight.codes.split(max(1, _PACK_CODES // weight.shape[1])):
         padded = F.pad(codes, (0, -codes.shape[1] % UNIT))
-        parts[0].append(_pack_plane(padded & (2**first_bits - 1), first_bits))
-        if second_bits:
-            parts[1].append(_pack_plane(padded >> first_bits, second_bits))
+        low_parts.append(_pack_plane(padded & (2**layout.low_bits - 1), layout.low_bits))
+        if layout.high_bits:
+            high_parts.append(_pack_plane(padded >> layout.low_bits, layout.high_bits))
     high = None
-    if second_bits:
-        high = torch.cat(parts[1])
+    if high_parts:
+        high = torch.cat(high_parts)
     scale = weight.scale
     minimum = weight.minimum
     if layout.nested:
@@ -106,7 +107,7 @@ def pack_weight(weight: QuantTensor, layout: PlaneLayout) -> PlaneWeight:
         # Of 32 bits, Triton would copy what it looks up through shared memory.
         table = torch.tensor(TABLE, dtype=torch.float16, device=scale.device)
     return PlaneWeight(
-        codes=torch.cat(parts[0]),
+        codes=torch.cat(low_parts),
         high=high,
         scale=scale,
         minimum=minimum,
@@ -117,19 +118,19 @@ def pack_weight(weight: QuantTensor, layout: PlaneLayout) -> PlaneWeight:
 
 
 def unpack_weight(
-    stored: PlaneWeight, layout: PlaneLayout, scheme: QuantScheme, columns: int
+    packed: PlaneWeight, layout: PlaneLayout, scheme: QuantScheme, columns: int
 ) -> QuantTensor:
     """Restore a weight of some columns from its planes."""
-    first_bits, second_bits = layout.planes
-    codes = _unpack_plane(stored.codes, first_bits)
-    if stored.high is not None:
-        high = _unpack_plane(stored.high, second_bits)[:, : codes.shape[1]]
-        codes = codes | high << first_bits
-    scale = stored.scale
-    minimum = stored.minimum
+    codes = _unpack_plane(packed.codes, layout.low_bits)
+    if packed.high is not None:
+        high = _unpack_plane(packed.high, layout.high_bits)[:, : codes.shape[1]]
+        codes = codes | high << layout.low_bits
+    scale = packed.scale
+    minimum = packed.minimum
     groups = columns // layout.group
     if layout.nested:
-        scale, minimum = _unpack_integers(scale, layout)
+        minimum = _unpack_minima(scale, layout)
+        scale = _unpack_scales(scale, layout)
     else:
         scale = scale[:, :groups]
         if minimum is not None:
@@ -140,13 +141,15 @@ def unpack_weight(
         None,
         scheme,
         minimum,
-        stored.outer,
-        stored.outer_minimum,
+        packed.outer,
+        packed.outer_minimum,
     )
 
 
 def _contiguous(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.contiguous()
+    if values is None:
+        return None
+    return values.contiguous()
 
 
 def _pack_plane(codes: Tensor, bits: int) -> Tensor:
@@ -192,16 +195,24 @@ def _pack_integers(weight: QuantTensor, layout: PlaneLayout) -> Tensor:
     return groups.flatten(1).contiguous().view(torch.int32)
 
 
-def _unpack_integers(words: Tensor, layout: PlaneLayout) -> tuple[Tensor, Tensor | None]:
-    """Extract the integers of scales and minima, float16 [O, G] each; see `_pack_integers`."""
+def _unpack_scales(words: Tensor, layout: PlaneLayout) -> Tensor:
+    """Extract the integers of scales, float16 [O, G]; see `_pack_integers`."""
     values = words.contiguous().view(torch.uint8)
-    minima = None
     if layout.shares_bytes:
-        values, minima = values & 0xF, (values >> 4).half()
+        values = values & 0xF
     elif layout.has_minima:
-        units = values.view(len(values), -1, 2, UNIT // layout.group)
-        values, minima = units[:, :, 0].flatten(1), units[:, :, 1].flatten(1).half()
-    return values.half() - layout.lift, minima
+        values = values.view(len(values), -1, 2, UNIT // layout.group)[:, :, 0].flatten(1)
+    return values.half() - layout.lift
+
+
+def _unpack_minima(words: Tensor, layout: PlaneLayout) -> Tensor | None:
+    """Extract the integers of minima, float16 [O, G]; None without minima."""
+    if not layout.has_minima:
+        return None
+    values = words.contiguous().view(torch.uint8)
+    if layout.shares_bytes:
+        return (values >> 4).half()
+    return values.view(len(values), -1, 2, UNIT // layout.group)[:, :, 1].flatten(1).half()
 
 
 @triton.jit
@@ -225,13 +236,13 @@ def add_base(integers, base):
 
 
 @triton.jit
-def codes_of_pair(lanes, high, NUMBER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+def codes_of_pair(lanes, high, NUMBER: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
     """Take a pair's codes from spread lanes of both planes: one from bit 0 on, one from bit 16
     on.
     """
-    codes = (lanes >> (FIRST * NUMBER)) & ((2**FIRST - 1) * 0x10001)
-    if SECOND:
-        codes |= ((high >> (SECOND * NUMBER)) & ((2**SECOND - 1) * 0x10001)) << FIRST
+    codes = (lanes >> (LOW * NUMBER)) & ((2**LOW - 1) * 0x10001)
+    if HIGH:
+        codes |= ((high >> (HIGH * NUMBER)) & ((2**HIGH - 1) * 0x10001)) << LOW
     return codes
 
 
@@ -245,7 +256,10 @@ def load_group(weight, at, PART: tl.constexpr, LAYOUT: tl.constexpr):
         at: as for `weights_of_pair`.
         LAYOUT: the values of `PlaneLayout.constants`.
     """
-    row, unit, units, base = at
+    row = at[0]
+    unit = at[1]
+    units = at[2]
+    base = at[3]
     GROUP: tl.constexpr = LAYOUT[2]
     MINIMA: tl.constexpr = LAYOUT[4]
     PARTS: tl.constexpr = 128 // GROUP

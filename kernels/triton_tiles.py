@@ -250,9 +250,9 @@ def plane_config(
         # With as many rows as a warp has threads, Triton would not repeat the loads of scales, and
         # move all weights between threads instead.
         return skinny_config(bits, tokens, rows, columns, gpu, SKINNY_ROWS)
-    if tokens <= (_SKINNY_TOKENS if wide else _LARGE):
-        return gemm_config(bits, tokens, rows, columns, gpu, wide)
-    return matmul_config(columns)
+    if tokens > _LARGE or (wide and tokens > _SKINNY_TOKENS):
+        return matmul_config(columns)
+    return gemm_config(bits, tokens, rows, columns, gpu, wide)
 
 
 def matmul_config(columns: int) -> TileConfig:
@@ -275,7 +275,9 @@ def skinny_config(
     if rows > SKINNY_ROWS:
         block_n = largest_block_n
     # Codes of fewer bits take as many instructions as those of 4.
-    kind = 8 if bits == 8 else 4
+    kind = 4
+    if bits == 8:
+        kind = 8
     config = TileConfig("skinny", block_m, block_n, 1, warps=1, stages=_SKINNY_STAGES[kind])
     return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES[kind])
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_layout import PLANE_FIELDS, require_layout
 from quantkit.kernels.triton_linear import linear_product
+from quantkit.kernels.triton_plane_linear import plane_product
 from quantkit.kernels.triton_planes import PlaneWeight
-from quantkit.kernels.triton_stored import stored_product
 from quantkit.kernels.triton_tiles import (
     SKINNY_ROWS,
     UNIT,
@@ -62,7 +62,7 @@ def multiply(
         if "words" not in prepared:
             fields = {name: prepared.get(name) for name in PLANE_FIELDS}
             weight = PlaneWeight(**fields)  # type: ignore[arg-type]
-            return stored_product(x, weight, require_layout(scheme), None, config, arrived)
+            return plane_product(x, weight, require_layout(scheme), None, config, arrived)
         words = prepared["words"]
         scale = prepared["scale"]
         zero = prepared.get("zero")
@@ -79,12 +79,15 @@ def fastest(
     """
     device = prepared["arrived"].device
     bits = scheme.bits
-    in_words = "words" in prepared
-    codes = prepared["words" if in_words else "codes"]
     gpu = gpu_spec(device)
+    in_words = "words" in prepared
+    if in_words:
+        codes = prepared["words"]
+        default = default_config(bits, tokens, len(codes), columns, False, gpu)
+    else:
+        codes = prepared["codes"]
+        default = plane_config(bits, tokens, len(codes), columns, False, gpu)
     rows = len(codes)
-    choose_default = default_config if in_words else plane_config
-    default = choose_default(bits, tokens, rows, columns, False, gpu)
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
     count = copies_beyond_cache(codes.nbytes, device)
     copies = []

@@ -262,9 +262,11 @@ def _compiled_for_planes(
     name: str, text: str, config: TileConfig, target: str, dtype: str | None = None
 ) -> dict[str, Any]:
     """The stages of a kernel for codes in planes, compiled for a scheme."""
-    from quantkit.kernels import triton_experts, triton_stored
+    from quantkit.kernels import triton_experts, triton_plane_linear
 
-    kernel = getattr(triton_experts if name == "grouped_stored" else triton_stored, name)
+    kernel = getattr(
+        triton_experts if name == "plane_gemm_of_experts" else triton_plane_linear, name
+    )
     layout = require_layout(QuantScheme.parse(text))
     constants: dict[str, Any] = {**layout.constants()}
     flags = {"BIAS": True, "JOINED": True, "WHOLE": True, **config.constants()}
@@ -273,10 +275,9 @@ def _compiled_for_planes(
             constants[flag] = value
     # A plane of 4 bits has integers of 32.
     lanes = {bits: "*i32" if bits == 4 else "*i16" for bits in (1, 2, 4)}
-    first, second = layout.planes
     types = {
-        "codes": lanes[first],
-        "high": lanes.get(second, "*i32"),
+        "codes": lanes[layout.low_bits],
+        "high": lanes.get(layout.high_bits, "*i32"),
         "scale": "*i32" if layout.nested else "*fp16",
     }
     types |= dict.fromkeys(("minimum", "outer", "outer_minimum", "table"), "*fp16")
@@ -295,14 +296,14 @@ def test_kernels_for_planes_compile_for_gpus_that_are_not_here(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     bits, gpu = QuantScheme.parse(text).bits, LARGE if target == "cuda" else SMALL
     for name, tokens in (
-        ("stored_skinny", 1),
-        ("stored_skinny", 16),
-        ("stored_gemm", 64),
-        ("grouped_stored", 16),
-        ("stored_floats", 4096),
+        ("plane_skinny", 1),
+        ("plane_skinny", 16),
+        ("plane_gemm", 64),
+        ("plane_gemm_of_experts", 16),
+        ("plane_floats", 4096),
     ):
         config = plane_config(bits, tokens, 4096, 4096, False, gpu)
-        if name == "grouped_stored":
+        if name == "plane_gemm_of_experts":
             config = gemm_config(bits, tokens, 1536, 2048, gpu)
         stages = _compiled_for_planes(name, text, config, target)
         assert stages["cubin" if target == "cuda" else "hsaco"], (name, tokens)
@@ -310,13 +311,13 @@ def test_kernels_for_planes_compile_for_gpus_that_are_not_here(
             continue
         ptx = stages["ptx"]
         assert "st.local" not in ptx, (name, tokens)
-        if name == "stored_skinny":
+        if name == "plane_skinny":
             # Of 16 columns and 8 tokens each.
             assert ptx.count("mma.sync") == config.block_m, (name, tokens)
             # Each thread multiplies the weights that it has made: what is moved are sums.
             loop = ptx[: ptx.rindex("mma.sync")].rsplit("$L__BB", 1)[1]
             assert not [word for word in ("st.shared", "shfl", "ldmatrix") if word in loop], tokens
-        if name == "stored_gemm":
+        if name == "plane_gemm":
             first, last = (at(ptx, "wgmma.mma_async") for at in (str.index, str.rindex))
             assert ptx.count("wgmma.mma_async") == 8  # of 16 columns each
             assert "wait_group.sync.aligned 0" not in ptx[first:last]
@@ -332,8 +333,8 @@ def test_float32_in_planes_has_no_tensor_cores_and_compiles_as_well(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     config = plane_config(QuantScheme.parse(text).bits, 16, 4096, 4096, True, LARGE)
     assert config.path == "gemm"
-    for name in ("stored_gemm", "grouped_stored", "stored_floats"):
-        if name == "stored_floats":
+    for name in ("plane_gemm", "plane_gemm_of_experts", "plane_floats"):
+        if name == "plane_floats":
             config = matmul_config(4096)
         stages = _compiled_for_planes(name, text, config, "cuda", "fp32")
         assert stages["cubin"], name

@@ -165,6 +165,6 @@ def test_the_operator_of_planes_passes_torchs_own_checks() -> None:
     tensors = [gate_up.prepared.get(name) for name in PLANE_FIELDS]
     x, (_, chosen) = torch.randn(2, 64, device=DEVICE), mixture.choices(2, 2)
     torch.library.opcheck(
-        torch.ops.quantkit_triton.grouped_stored_linear.default,
+        torch.ops.quantkit_triton.plane_linear_of_experts.default,
         (x, *tensors, None, chosen.to(DEVICE), 4, 0, 32),
     )

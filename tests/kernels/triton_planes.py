@@ -18,15 +18,15 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.files.gguf_types import GgmlType
 from quantkit.formats.codecs.ggml import CODED_TYPES
-from quantkit.kernels import triton_stored
+from quantkit.kernels import triton_plane_linear
 from quantkit.kernels.dispatch import list_allowed_backends, self_test
 from quantkit.kernels.triton_backend import TRITON
 from quantkit.kernels.triton_layout import find_layout, require_layout
+from quantkit.kernels.triton_plane_linear import plane_product
 from quantkit.kernels.triton_planes import BASE, PlaneWeight
-from quantkit.kernels.triton_stored import stored_product
 from quantkit.kernels.triton_tiles import TileConfig
 from quantkit.kernels.triton_words import INTERPRETED
-from quantkit.model.linear import QuantLinear
+from quantkit.model.linear import QuantEmbedding, QuantLinear
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
@@ -76,7 +76,7 @@ def _multiply(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileC
     layout = require_layout(weight.scheme)
     bias = None if bias is None else bias.to(DEVICE)
     arrived = prepared["arrived"]
-    product = stored_product(x.to(DEVICE), _packed(prepared), layout, bias, config, arrived)
+    product = plane_product(x.to(DEVICE), _packed(prepared), layout, bias, config, arrived)
     assert not arrived.any()
     return product.cpu()
 
@@ -214,18 +214,46 @@ def test_the_operator_passes_torchs_own_checks() -> None:
         names = [field.name for field in fields(PlaneWeight)]
         tensors = [prepared.get(name) for name in names]
         x = torch.randn(2, 256, device=DEVICE)
-        operands = (x, *tensors, None, *layout.planes, layout.group, "q4_k", prepared["arrived"])
-        operator = torch.ops.quantkit_triton.stored_linear.default
+        operands = (
+            x,
+            *tensors,
+            None,
+            layout.low_bits,
+            layout.high_bits,
+            layout.group,
+            "q4_k",
+            prepared["arrived"],
+        )
+        operator = torch.ops.quantkit_triton.plane_linear.default
         torch.library.opcheck(operator, operands)
         assert not [one.name for one in operator._schema.arguments if one.has_default_value()]
 
 
-@pytest.mark.parametrize("path", ["stored_skinny", "stored_gemm", "stored_floats"])
+@pytest.mark.parametrize("kind", [GgmlType.Q3_K, GgmlType.IQ4_XS], ids=lambda kind: kind.value)
+def test_an_embedding_and_its_head_compile_into_one_graph(kind: GgmlType) -> None:
+    weight = CODED_TYPES[kind].decode(draw_blocks(kind, 20, 256, size=0.1))
+    head = QuantLinear(weight, None, DEVICE, torch.bfloat16, list_allowed_backends("triton"))
+    embedding = QuantEmbedding(weight, DEVICE, torch.bfloat16, head)
+    # The rows are those of the head, which holds the only copy.
+    assert embedding.head is head
+
+    def step(tokens: Tensor) -> Tensor:
+        return head(torch.relu(embedding(tokens))) + 1
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    tokens = torch.tensor([3, 19, 0], device=DEVICE)
+    with torch.inference_mode():
+        assert torch.equal(compiled(tokens), step(tokens))
+        wide = weight.dequantize().bfloat16()
+        assert torch.equal(embedding(tokens).cpu(), wide[tokens.cpu()])
+
+
+@pytest.mark.parametrize("path", ["plane_skinny", "plane_gemm", "plane_floats"])
 def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = getattr(triton_stored, path)
-    wrap = triton_stored.wrap_triton
+    wrong = getattr(triton_plane_linear, path)
+    wrap = triton_plane_linear.wrap_triton
 
     class Misled:
         """The kernel, with a bit of its arguments turned."""
@@ -246,7 +274,9 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     self_test.cache_clear()
     assert self_test(*case) is None
     monkeypatch.setattr(
-        triton_stored, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel)
+        triton_plane_linear,
+        "wrap_triton",
+        lambda kernel: Misled() if kernel is wrong else wrap(kernel),
     )
     self_test.cache_clear()
     reason = self_test(*case)

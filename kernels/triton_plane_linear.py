@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,13 +26,19 @@ from quantkit.kernels.triton_gemm import (
 from quantkit.kernels.triton_layout import LANES, PlaneLayout
 from quantkit.kernels.triton_linear import multiply_in_parts
 from quantkit.kernels.triton_planes import BASE, PlaneWeight, load_lanes, weights_of_pair
-from quantkit.kernels.triton_skinny import load_pairs, operand, present, store_product
+from quantkit.kernels.triton_skinny import (
+    allocate_shared_parts,
+    load_pairs,
+    operand,
+    present,
+    store_product,
+)
 from quantkit.kernels.triton_tiles import UNIT, TileConfig, gpu_spec, tile_config_for
 from quantkit.kernels.triton_words import dot_add, unit_range
 
 
 @triton.jit
-def stored_skinny(
+def plane_skinny(
     x,
     codes,
     high,
@@ -51,8 +56,8 @@ def stored_skinny(
     k,
     units,
     base,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     GROUP: tl.constexpr,
     NESTED: tl.constexpr,
     MINIMA: tl.constexpr,
@@ -65,7 +70,7 @@ def stored_skinny(
     UNITS: tl.constexpr,
 ):
     """Compute ``x @ weight.T + bias`` for up to BLOCK_M tokens."""
-    LAYOUT: tl.constexpr = (FIRST, SECOND, GROUP, NESTED, MINIMA, IN_TABLE)
+    LAYOUT: tl.constexpr = (LOW, HIGH, GROUP, NESTED, MINIMA, IN_TABLE)
     DTYPE: tl.constexpr = x.dtype.element_ty
     weight = (codes, high, scale, minimum, outer, outer_minimum, table)
     token = tl.arange(0, BLOCK_M)
@@ -78,9 +83,9 @@ def stored_skinny(
     for start in tl.range(start_unit, end_unit, UNITS):
         for ahead in tl.static_range(UNITS):
             unit = start + ahead
-            here = present(unit, units, WHOLE)
-            lanes, upper = load_lanes(weight, safe, here, units, LAYOUT)
-            at = (safe, here, units, base)
+            present_unit = present(unit, units, WHOLE)
+            lanes, upper = load_lanes(weight, safe, present_unit, units, LAYOUT)
+            at = (safe, present_unit, units, base)
             for number in tl.static_range(4):
                 first, second = weights_of_pair(weight, lanes, upper, at, number, LAYOUT, DTYPE)
                 tokens = load_pairs(x, unit * 128 + number * 32 + lane, k, 16, WHOLE, BLOCK_M)
@@ -91,7 +96,7 @@ def stored_skinny(
 
 
 @triton.jit
-def ordered_pair(
+def pair_in_order(
     weight,
     lanes,
     upper,
@@ -109,7 +114,7 @@ def ordered_pair(
 
 
 @triton.jit
-def stored_gemm_tile(
+def plane_gemm_tile(
     x,
     weight,
     start_row,
@@ -133,21 +138,21 @@ def stored_gemm_tile(
     for start in tl.range(start_unit, end_unit, UNITS):
         for ahead in tl.static_range(UNITS):
             unit = start + ahead
-            here = unit if UNITS == 1 else tl.minimum(unit, units - 1)
-            lanes, upper = load_lanes(weight, safe, here, units, LAYOUT)
-            at = (safe, here, units, base)
+            present_unit = unit if UNITS == 1 else tl.minimum(unit, units - 1)
+            lanes, upper = load_lanes(weight, safe, present_unit, units, LAYOUT)
+            at = (safe, present_unit, units, base)
             if DTYPE.is_fp32():
                 # No tensor cores: as much at a time as the registers hold.
                 for number in tl.static_range(4):
                     tokens = load_tokens(x, unit, units, number, 32, UNITS)
-                    tile = ordered_pair(weight, lanes, upper, at, number, LAYOUT, DTYPE, BLOCK_N)
+                    tile = pair_in_order(weight, lanes, upper, at, number, LAYOUT, DTYPE, BLOCK_N)
                     product = dot_add(tile, tokens, product)
             else:
                 tokens = load_tokens(x, unit, units, 0, 128, UNITS)
-                tile0 = ordered_pair(weight, lanes, upper, at, 0, LAYOUT, DTYPE, BLOCK_N)
-                tile1 = ordered_pair(weight, lanes, upper, at, 1, LAYOUT, DTYPE, BLOCK_N)
-                tile2 = ordered_pair(weight, lanes, upper, at, 2, LAYOUT, DTYPE, BLOCK_N)
-                tile3 = ordered_pair(weight, lanes, upper, at, 3, LAYOUT, DTYPE, BLOCK_N)
+                tile0 = pair_in_order(weight, lanes, upper, at, 0, LAYOUT, DTYPE, BLOCK_N)
+                tile1 = pair_in_order(weight, lanes, upper, at, 1, LAYOUT, DTYPE, BLOCK_N)
+                tile2 = pair_in_order(weight, lanes, upper, at, 2, LAYOUT, DTYPE, BLOCK_N)
+                tile3 = pair_in_order(weight, lanes, upper, at, 3, LAYOUT, DTYPE, BLOCK_N)
                 product = dot_add(
                     side_by_side(tile0, tile1, tile2, tile3, BLOCK_N), tokens, product
                 )
@@ -155,7 +160,7 @@ def stored_gemm_tile(
 
 
 @triton.jit
-def stored_gemm(
+def plane_gemm(
     x,
     codes,
     high,
@@ -170,8 +175,8 @@ def stored_gemm(
     n,
     units,
     base,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     GROUP: tl.constexpr,
     NESTED: tl.constexpr,
     MINIMA: tl.constexpr,
@@ -182,12 +187,12 @@ def stored_gemm(
     UNITS: tl.constexpr,
 ):
     """Compute the transposed product, for tokens in `dot_order`."""
-    LAYOUT: tl.constexpr = (FIRST, SECOND, GROUP, NESTED, MINIMA, IN_TABLE)
+    LAYOUT: tl.constexpr = (LOW, HIGH, GROUP, NESTED, MINIMA, IN_TABLE)
     weight = (codes, high, scale, minimum, outer, outer_minimum, table)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * (units * 128))[None, :]
     first_row = tl.program_id(1) * BLOCK_N
-    product = stored_gemm_tile(
+    product = plane_gemm_tile(
         x, weight, 0, first_row, n, units, base, LAYOUT, BLOCK_M, BLOCK_N, UNITS
     )
     row = first_row + tl.arange(0, BLOCK_N)
@@ -200,7 +205,7 @@ def stored_gemm(
 
 
 @triton.jit
-def stored_floats(
+def plane_floats(
     codes,
     high,
     scale,
@@ -213,8 +218,8 @@ def stored_floats(
     k,
     units,
     base,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     GROUP: tl.constexpr,
     NESTED: tl.constexpr,
     MINIMA: tl.constexpr,
@@ -224,15 +229,15 @@ def stored_floats(
 ):
     """Convert the weight [n, k] to the dtype of `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    LAYOUT: tl.constexpr = (FIRST, SECOND, GROUP, NESTED, MINIMA, IN_TABLE)
+    LAYOUT: tl.constexpr = (LOW, HIGH, GROUP, NESTED, MINIMA, IN_TABLE)
     weight = (codes, high, scale, minimum, outer, outer_minimum, table)
     row = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     safe = tl.where(row < n, row, 0)
     for ahead in tl.static_range(UNITS):
         unit = tl.program_id(0) * UNITS + ahead
-        here = tl.minimum(unit, units - 1)
-        lanes, upper = load_lanes(weight, safe, here, units, LAYOUT)
-        at = (safe, here, units, base)
+        present_unit = tl.minimum(unit, units - 1)
+        lanes, upper = load_lanes(weight, safe, present_unit, units, LAYOUT)
+        at = (safe, present_unit, units, base)
         for number in tl.static_range(4):
             first, second = weights_of_pair(weight, lanes, upper, at, number, LAYOUT, DTYPE)
             column = (unit * 128 + number * 32 + tl.arange(0, 16))[None, :]
@@ -242,9 +247,9 @@ def stored_floats(
 
 
 @tw.operator(
-    "stored_linear", lambda x, codes, *_: x.new_empty(len(x), len(codes)), mutates=("arrived",)
+    "plane_linear", lambda x, codes, *_: x.new_empty(len(x), len(codes)), mutates=("arrived",)
 )
-def stored_linear(
+def plane_linear(
     x: Tensor,
     codes: Tensor,
     high: Tensor | None,
@@ -254,8 +259,8 @@ def stored_linear(
     outer_minimum: Tensor | None,
     table: Tensor | None,
     bias: Tensor | None,
-    first_bits: int,
-    second_bits: int,
+    low_bits: int,
+    high_bits: int,
     group: int,
     name: str,
     arrived: Tensor,
@@ -264,19 +269,19 @@ def stored_linear(
 
     Args:
         codes, high, scale, minimum, outer, outer_minimum, table: of a `PlaneWeight`.
-        first_bits, second_bits, group: of its `PlaneLayout`.
+        low_bits, high_bits, group: of its `PlaneLayout`.
         name: of its scheme, for tile configs.
         arrived: for `skinny_product`.
     """
-    stored = PlaneWeight(codes, high, scale, minimum, outer, outer_minimum, table)
-    layout = stored.find_layout(first_bits, second_bits, group)
+    weight = PlaneWeight(codes, high, scale, minimum, outer, outer_minimum, table)
+    layout = weight.find_layout(low_bits, high_bits, group)
     config = tile_config_for(
         name, len(x), len(codes), x.shape[1], x.dtype, gpu_spec(x.device), layout.bits
     )
-    return stored_product(x, stored, layout, bias, config, arrived)
+    return plane_product(x, weight, layout, bias, config, arrived)
 
 
-def stored_product(
+def plane_product(
     x: Tensor,
     weight: PlaneWeight,
     layout: PlaneLayout,
@@ -285,7 +290,8 @@ def stored_product(
     arrived: Tensor,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias``, [M, I] to [M, O]; `arrived` is from `allocate_counters`."""
-    m, k = x.shape
+    m = x.shape[0]
+    k = x.shape[1]
     n = len(weight.codes)
     units = weight.codes.shape[1] // LANES
     if m == 0:
@@ -296,7 +302,7 @@ def stored_product(
         def convert(part: slice, weights: Tensor) -> None:
             rows = len(weights)
             grid = triton.cdiv(units, config.units), triton.cdiv(rows, config.block_n)
-            wrap_triton(stored_floats)[grid](
+            wrap_triton(plane_floats)[grid](
                 *list_operands(weight, part),
                 weights,
                 rows,
@@ -314,18 +320,13 @@ def stored_product(
     operands = list_operands(weight)
     constants |= config.constants()
     if config.path == "skinny":
-        joined = config.split > 1
         out = x.new_empty(m, n)
-        # Without parts to join, nothing is stored in them.
-        parts = out
-        if joined:
-            parts = x.new_empty(config.split, m, n, dtype=torch.float32)
-        wrap_triton(stored_skinny)[(triton.cdiv(n, config.block_n), config.split)](
+        wrap_triton(plane_skinny)[(triton.cdiv(n, config.block_n), config.split)](
             x.contiguous(),
             *operands,
-            weight.codes if bias is None else bias,
+            stand_in(bias, weight.codes),
             out,
-            parts,
+            allocate_shared_parts(x, out, config),
             arrived,
             m,
             n,
@@ -333,45 +334,53 @@ def stored_product(
             units,
             BASE,
             BIAS=bias is not None,
-            JOINED=joined,
+            JOINED=config.split > 1,
             WHOLE=k % (UNIT * config.units) == 0,
             **constants,
         )
         return out
     out = tw.product_buffer(x, n, config)
     # With several programs for a row, `sum_splits` adds the bias to the sum of their parts.
-    fused = bias is not None and config.split == 1
+    fused_bias = None
+    if config.split == 1:
+        fused_bias = bias
     grid = triton.cdiv(m, config.block_m), triton.cdiv(n, config.block_n), config.split
-    wrap_triton(stored_gemm)[grid](
+    wrap_triton(plane_gemm)[grid](
         # Pairs of lanes are in the order of words of 4 bits.
         dot_order(x, 4),
         *operands,
-        bias if fused else weight.codes,
+        stand_in(fused_bias, weight.codes),
         out,
         m,
         n,
         units,
         BASE,
-        BIAS=fused,
+        BIAS=fused_bias is not None,
         **constants,
     )
     return tw.sum_splits(out, bias, x.dtype)
 
 
 def list_operands(weight: PlaneWeight, part: slice = slice(None)) -> list[Any]:
-    """List the tensors of some rows as kernels take them: these take no None, so the codes stand
-    for those that they do not read.
-    """
-    operands = []
+    """List the tensors of some rows as kernels take them."""
+    operands = [weight.codes[part]]
     for tensor in (
-        weight.codes,
         weight.high,
         weight.scale,
         weight.minimum,
         weight.outer,
         weight.outer_minimum,
     ):
-        operands.append((weight.codes if tensor is None else tensor)[part])
+        operands.append(stand_in(tensor, weight.codes)[part])
     # All rows share the table.
-    operands.append(weight.codes if weight.table is None else weight.table)
+    operands.append(stand_in(weight.table, weight.codes))
     return operands
+
+
+def stand_in(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return a tensor, or another one in place of None, which kernels do not take; what they do not
+    have, they do not read.
+    """
+    if tensor is None:
+        return other
+    return tensor
