@@ -22,7 +22,7 @@ PLANE_FIELDS = ("codes", "high", "scale", "minimum", "outer", "outer_minimum", "
 
 # Bits in the first plane, by bits of a code; the second plane has the others.
 _LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 4}
-_FLOAT_GROUPS = (32, 64, 128)
+_FLOAT_GROUPS: tuple[int, ...] = (32, 64, 128)
 _INTEGER_GROUPS = (16, 32)
 
 
@@ -85,10 +85,9 @@ def find_layout(scheme: QuantScheme) -> PlaneLayout | None:
     if scheme.group_size is None or scheme.of_small_floats:
         return None
     nested = scheme.scales is Scales.SUPER_BLOCKS
+    allowed_groups = _FLOAT_GROUPS
     if nested:
         allowed_groups = _INTEGER_GROUPS
-    else:
-        allowed_groups = _FLOAT_GROUPS
     if scheme.group_size not in allowed_groups:
         return None
     # Of floats without minima, these are Q8_0 and larger groups.

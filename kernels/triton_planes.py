@@ -177,7 +177,8 @@ def _unpack_plane(lanes: Tensor, bits: int) -> Tensor:
     codes = (units >> shifts.view(-1, 1)) & (2**bits - 1)
     # Runs are numbered by half and pair here.
     runs = codes.view(len(lanes), -1, 2, _PAIRS, LANES).transpose(2, 3)
-    return runs.to(torch.uint8).flatten(1)
+    ordered: Tensor = runs.to(torch.uint8).flatten(1)
+    return ordered
 
 
 def _pack_integers(weight: QuantTensor, layout: PlaneLayout) -> Tensor:
