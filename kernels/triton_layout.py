@@ -1,5 +1,5 @@
 """Which of llama.cpp's block types, and of the weights like them, the Triton kernels multiply, and
-how these lie in memory; without torch.
+how these lie in memory.
 
 A type's `PlaneLayout` is the only description of it on GPUs: packing, kernels and the stated memory
 follow from it.
