@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -295,6 +296,7 @@ def test_kernels_for_planes_compile_for_gpus_that_are_not_here(
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     bits, gpu = QuantScheme.parse(text).bits, LARGE if target == "cuda" else SMALL
+    triton_version = [int(part) for part in version("triton").split(".")[:2]]
     for name, tokens in (
         ("plane_skinny", 1),
         ("plane_skinny", 16),
@@ -311,6 +313,9 @@ def test_kernels_for_planes_compile_for_gpus_that_are_not_here(
             continue
         ptx = stages["ptx"]
         assert "st.local" not in ptx, (name, tokens)
+        # Triton 3.6 moves what it looks up in a table.
+        if text.startswith("iq4") and triton_version < [3, 9]:
+            continue
         if name == "plane_skinny":
             # Of 16 columns and 8 tokens each.
             assert ptx.count("mma.sync") == config.block_m, (name, tokens)
