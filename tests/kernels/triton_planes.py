@@ -5,7 +5,6 @@ Triton's interpreter, or on a GPU where there is one; see `triton_products`.
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -18,18 +17,21 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.files.gguf_types import GgmlType
 from quantkit.formats.codecs.ggml import CODED_TYPES
+from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import triton_plane_linear
 from quantkit.kernels.dispatch import list_allowed_backends, self_test
 from quantkit.kernels.triton_backend import TRITON
-from quantkit.kernels.triton_layout import find_layout, require_layout
+from quantkit.kernels.triton_layout import PLANE_FIELDS, find_layout, require_layout
 from quantkit.kernels.triton_plane_linear import plane_product
 from quantkit.kernels.triton_planes import BASE, PlaneWeight
 from quantkit.kernels.triton_tiles import TileConfig
 from quantkit.kernels.triton_words import INTERPRETED
+from quantkit.model.decoder import Decoder
 from quantkit.model.linear import QuantEmbedding, QuantLinear
+from quantkit.model.load import measure_run_memory
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.qtensor import FIELDS, QuantTensor
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 
@@ -67,8 +69,7 @@ def _columns_of(kind: GgmlType) -> list[int]:
 
 
 def _packed(prepared: dict[str, Tensor]) -> PlaneWeight:
-    names = [field.name for field in fields(PlaneWeight)]
-    return PlaneWeight(**{name: prepared.get(name) for name in names})
+    return PlaneWeight(**{name: prepared.get(name) for name in PLANE_FIELDS})
 
 
 def _multiply(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileConfig) -> Tensor:
@@ -211,8 +212,7 @@ def test_the_operator_passes_torchs_own_checks() -> None:
         weight = CODED_TYPES[kind].decode(draw_blocks(kind, 20, 256)).to(DEVICE)
         prepared = TRITON.prepare(weight)
         layout = require_layout(weight.scheme)
-        names = [field.name for field in fields(PlaneWeight)]
-        tensors = [prepared.get(name) for name in names]
+        tensors = [prepared.get(name) for name in PLANE_FIELDS]
         x = torch.randn(2, 256, device=DEVICE)
         operands = (
             x,
@@ -291,6 +291,17 @@ def test_every_type_passes_the_test_at_load(kind: GgmlType) -> None:
         assert self_test(TRITON, CODED_TYPES[kind].scheme, DEVICE, dtype, torch.float16) is None
 
 
+def _count_held_bytes(model: Decoder) -> int:
+    """Count the bytes of the weights of a model, each once, without what kernels need besides."""
+    held: dict[int, int] = {}
+    tensors = itertools.chain(model.named_parameters(), model.model.named_buffers())
+    head = [] if model.lm_head is None else model.lm_head.named_buffers()
+    for name, tensor in itertools.chain(tensors, head):
+        if name.rpartition(".")[2] in (*FIELDS, *PLANE_FIELDS, "words", "weight", "bias"):
+            held[tensor.data_ptr()] = tensor.nbytes if not name.endswith("table") else 0
+    return sum(held.values())
+
+
 @pytest.mark.parametrize("text", ["q5_0", "iq4_nl", "q8_0"])
 def test_a_file_runs_as_it_is_stored(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("model") / f"{text}.gguf"
@@ -303,6 +314,10 @@ def test_a_file_runs_as_it_is_stored(text: str, tmp_path_factory: pytest.TempPat
             assert {layer.backend for layer in layers} == {TRITON}
             assert str(layers[0].scheme) == str(QuantScheme.parse(text))
             assert "codes" in layers[0].backend_tensors
+            stated = measure_run_memory(
+                open_checkpoint(path), device=DEVICE, dtype=torch.float32, backend=backend
+            )
+            assert stated.weight_bytes == _count_held_bytes(model)
         prompt = tokenizer.encode("The first time")
         said.append(list(quantkit.generate(model, prompt, max_new_tokens=2)))
     assert said[0] == said[1]
