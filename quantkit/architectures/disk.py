@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig, OpaqueTensor, Stack
 from quantkit.architectures.families import FAMILIES
-from quantkit.architectures.families.family import Family, StackedExperts
+from quantkit.architectures.families.family import Family, Ranges, StackedExperts
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import Linear, Parameter, parameters
 from quantkit.errors import CheckpointError
@@ -38,6 +38,8 @@ class Place:
         expert: its index along the first axis, if the tensor on disk has all experts.
         transposed: whether its transpose is on disk: without experts, in rows from `first`.
         head_order: the row on disk for each row of a head, if the order of rotary rows differs.
+        row_ranges, column_ranges: of GGUF, the canonical rows and columns that are on disk, in the
+            order on disk; None for all of them in canonical order. `shape` is that of all.
     """
 
     name: str
@@ -47,6 +49,13 @@ class Place:
     expert: int | None = None
     transposed: bool = False
     head_order: tuple[int, ...] | None = None
+    row_ranges: Ranges | None = None
+    column_ranges: Ranges | None = None
+
+    @property
+    def rearranged(self) -> bool:
+        """Return whether some rows or columns are elsewhere on disk than in canonical order."""
+        return self.row_ranges is not None or self.column_ranges is not None
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,8 @@ class DiskTensor:
         """Return whether it is a canonical tensor without changes."""
         if len(self.places) > 1 or self.stacked is not None:
             return False
-        return self.places[0].head_order is None and not self.places[0].transposed
+        place = self.places[0]
+        return place.head_order is None and not place.transposed and not place.rearranged
 
 
 @dataclass(frozen=True)

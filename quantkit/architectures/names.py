@@ -13,7 +13,8 @@ import re
 BLOCK = "model.layers.{layer}."
 """What the names of a layer's tensors begin with."""
 
-# Each role, its canonical module, and Meta's and llama.cpp's, if they have one.
+# Each role, its canonical module, and Meta's and llama.cpp's, if they have one. Of tensors whose
+# canonical name has no leaf, llama.cpp's name is complete.
 _TABLE = """
     embedding                model.embed_tokens                 tok_embeddings   token_embd
     norm                     model.norm                         norm             output_norm
@@ -27,7 +28,7 @@ _TABLE = """
     attention.output         self_attn.o_proj                   attention.wo     attn_output
     attention.q_norm         self_attn.q_norm                   -                attn_q_norm
     attention.k_norm         self_attn.k_norm                   -                attn_k_norm
-    attention.sinks          self_attn.sinks                    -                attn_sinks
+    attention.sinks          self_attn.sinks                    -                attn_sinks.weight
     attention.q_down         self_attn.q_a_proj                 -                -
     attention.q_down_norm    self_attn.q_a_layernorm            -                -
     attention.q_up           self_attn.q_b_proj                 -                -
@@ -38,17 +39,17 @@ _TABLE = """
     short_conv.in            conv.in_proj                       -                shortconv.in_proj
     short_conv.filter        conv.conv                          -                shortconv.conv
     short_conv.out           conv.out_proj                      -                shortconv.out_proj
-    gated_delta.qkv          linear_attn.in_proj_qkv            -                -
+    gated_delta.qkv          linear_attn.in_proj_qkv            -                attn_qkv
     gated_delta.qkvz         linear_attn.in_proj_qkvz           -                -
-    gated_delta.write_decay  linear_attn.in_proj_ba             -                -
-    gated_delta.gate         linear_attn.in_proj_z              -                -
-    gated_delta.write        linear_attn.in_proj_b              -                -
-    gated_delta.decay        linear_attn.in_proj_a              -                -
-    gated_delta.filter       linear_attn.conv1d                 -                -
-    gated_delta.decay_bias   linear_attn.dt_bias                -                -
-    gated_delta.log_rate     linear_attn.A_log                  -                -
-    gated_delta.norm         linear_attn.norm                   -                -
-    gated_delta.out          linear_attn.out_proj               -                -
+    gated_delta.write_decay  linear_attn.in_proj_ba             -                ssm_ba
+    gated_delta.gate         linear_attn.in_proj_z              -                attn_gate
+    gated_delta.write        linear_attn.in_proj_b              -                ssm_beta
+    gated_delta.decay        linear_attn.in_proj_a              -                ssm_alpha
+    gated_delta.filter       linear_attn.conv1d                 -                ssm_conv1d
+    gated_delta.decay_bias   linear_attn.dt_bias                -                ssm_dt.bias
+    gated_delta.log_rate     linear_attn.A_log                  -                ssm_a
+    gated_delta.norm         linear_attn.norm                   -                ssm_norm
+    gated_delta.out          linear_attn.out_proj               -                ssm_out
     mamba2.in                mamba.in_proj                      -                -
     mamba2.filter            mamba.conv1d                       -                -
     mamba2.step_bias         mamba.dt_bias                      -                -
@@ -63,7 +64,7 @@ _TABLE = """
     mlp.gate_up              mlp.gate_up_proj                   -                ffn_up
     mlp.down                 mlp.down_proj                      feed_forward.w2  ffn_down
     router                   mlp.gate                           -                ffn_gate_inp
-    router.score_correction  mlp.score_correction               -                -
+    router.score_correction  mlp.score_correction               -                exp_probs_b.bias
     router.scale             mlp.router_scale                   -                -
     router.expert_scales     mlp.expert_scales                  -                -
     expert.norm              mlp.experts_layernorm              -                -

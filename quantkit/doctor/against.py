@@ -22,8 +22,8 @@ from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import list_uncarried_weights, resolve_stored_name, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
-from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, same_norms, weight_bound
-from quantkit.quality.transcoded import norm_offset_of
+from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, weight_bound
+from quantkit.quality.transcoded import same_in_gguf
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 
@@ -131,7 +131,7 @@ class _Comparison:
         if before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after):
             return True
         dtypes = [DType(self.reference.config.dtype), DType(self.patient.config.dtype)]
-        if same_norms(before, after, norm_offset_of(self.reference.config, name), dtypes):
+        if same_in_gguf(self.reference.config, name, before, after, dtypes):
             return True
         return same_bits(before, after)
 

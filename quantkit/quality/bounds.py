@@ -239,6 +239,11 @@ def same_but_rounded(a: Tensor, b: Tensor) -> bool:
     return is_cast(a, b) or is_cast(b, a)
 
 
+# Of a rate of decay whose logarithm was computed from its float32: that rounding, one of the
+# logarithm, and one of the exponential of another writer.
+RATE_ERROR = 2.0**-21
+
+
 def same_norms(a: Tensor, b: Tensor, offset: float, dtypes: Iterable[DType] = ()) -> bool:
     """Return whether two norm weights are equal once a model adds its offset to them in float32.
 
@@ -259,6 +264,28 @@ def same_norms(a: Tensor, b: Tensor, offset: float, dtypes: Iterable[DType] = ()
         cast_a = a.to(dtype.torch).float() + offset
         cast_b = b.to(dtype.torch).float() + offset
         if torch.equal(cast_a, sum_b) or torch.equal(sum_a, cast_b):
+            return True
+    return False
+
+
+def same_rates(a: Tensor, b: Tensor, dtypes: Iterable[DType] = ()) -> bool:
+    """Return whether the exponentials of two tensors are equal, up to their rounding to float32.
+
+    Delta rules and state spaces decay at rates whose logarithms folders store. GGUF stores the
+    rates in float32, from which the last bits of the logarithms do not follow.
+
+    Args:
+        dtypes: see `same_norms`.
+    """
+    if a.shape != b.shape:
+        return False
+    pairs = [(a, b)]
+    for dtype in dtypes:
+        pairs += [(a.to(dtype.torch), b), (a, b.to(dtype.torch))]
+    for first, second in pairs:
+        rates = first.double().exp()
+        # NaN fails the comparison.
+        if ((second.double().exp() - rates).abs() <= RATE_ERROR * rates).all():
             return True
     return False
 

@@ -28,6 +28,7 @@ from quantkit.quality.bounds import (
     same_bits,
     same_but_rounded,
     same_norms,
+    same_rates,
     weight_bound,
 )
 from quantkit.tensors.dtypes import DType
@@ -37,6 +38,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 EXACT_COMPARISON = "exact"
 """The phase of the comparison."""
+# What the names of logarithms of decay rates end with.
+_LOG_RATES = ".A_log"
 _BUG = "a bug in quantkit, or a disk that fails"
 # Elements that are compared at a time.
 _AT_ONCE = 1 << 23
@@ -134,14 +137,13 @@ def require_exact(
             if not equal and name in scale_casts:
                 equal = _same_weight(source, result, before.name, name, scale_casts[name])
                 scales_cast += equal
-        elif result.format == "gguf" and norm_offset_of(result.config, name):
+        elif result.format == "gguf" and _changes_in_gguf(result.config, name):
             weight = source.load(name)
             stored = result.load(name)
             assert isinstance(weight, Tensor)
             assert isinstance(stored, Tensor)
-            equal = same_norms(
-                weight, stored, norm_offset_of(result.config, name), [DType(result.config.dtype)]
-            )
+            dtypes = [DType(result.config.dtype)]
+            equal = same_in_gguf(result.config, name, weight, stored, dtypes)
             is_rounded = not _equal(weight, stored.to(weight.dtype))
             norms += equal and is_rounded
             floats += equal and not is_rounded
@@ -170,9 +172,26 @@ def require_exact(
     )
 
 
-def norm_offset_of(config: ModelConfig, name: str) -> float:
+def same_in_gguf(
+    config: ModelConfig, name: str, a: Tensor, b: Tensor, dtypes: Collection[DType]
+) -> bool:
+    """Return whether two tensors of a name differ at most by the rounding of what GGUF stores in
+    place of some: sums of norms and an offset, and rates in place of their logarithms. For `dtypes`
+    see `same_norms`.
+    """
+    if name.endswith(_LOG_RATES):
+        return same_rates(a, b, dtypes)
+    return same_norms(a, b, _norm_offset_of(config, name), dtypes)
+
+
+def _changes_in_gguf(config: ModelConfig, name: str) -> bool:
+    return name.endswith(_LOG_RATES) or _norm_offset_of(config, name) != 0
+
+
+def _norm_offset_of(config: ModelConfig, name: str) -> float:
     """Return the offset that a model adds to a tensor; 0 if it is not the weight of a norm."""
-    if "norm" in name:
+    # The norms of delta rules have none.
+    if "norm" in name and ".linear_attn." not in name:
         return config.norm_offset
     return 0.0
 
@@ -348,12 +367,13 @@ def tensor_difference(
     second: Tensor | QuantTensor,
     coarsest: QuantScheme | None,
     *,
-    norm_offset: float = 0.0,
+    config: ModelConfig | None = None,
     dtypes: Collection[DType] = (),
 ) -> tuple[TensorDifference | None, Bound]:
     """Compare a tensor with its reference, the first one: return the difference, None if they are
     equal, and the type's bound. For `coarsest` see `weight_bound`; None for a tensor that is
-    quantized in neither model. For `norm_offset` and `dtypes` see `same_norms`.
+    quantized in neither model. For `config`, that of the reference, and `dtypes` see
+    `same_in_gguf`.
     """
     bounds = [BOUNDS["float16"]]
     for value in (first, second):
@@ -412,7 +432,8 @@ def tensor_difference(
     else:
         # A cast to another float type is no fault, nor is the rounding of GGUF's sums of norms.
         is_cast = first.dtype != second.dtype and same_but_rounded(first, second)
-        if is_cast or same_norms(first, second, norm_offset, dtypes):
+        is_same = config is not None and same_in_gguf(config, name, first, second, dtypes)
+        if is_cast or is_same:
             allowed = relative
         else:
             allowed = 0.0

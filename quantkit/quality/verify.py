@@ -45,7 +45,7 @@ from quantkit.quality.manifest_check import (
     verify_model,
 )
 from quantkit.quality.measures import Divergence, compare_batches
-from quantkit.quality.transcoded import TensorDifference, norm_offset_of, tensor_difference
+from quantkit.quality.transcoded import TensorDifference, tensor_difference
 from quantkit.quality.weights_only import (
     COMPARED,
     error_problem,
@@ -429,7 +429,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
             first,
             second,
             compensated.get(name.removesuffix(".weight")),
-            norm_offset=norm_offset_of(reference.config, name),
+            config=reference.config,
             dtypes=[DType(reference.config.dtype), DType(other.config.dtype)],
         )
         problems += _find_refining_problems(name, first, second, refined)

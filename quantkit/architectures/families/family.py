@@ -26,6 +26,8 @@ RMS_EPS = "attention.layer_norm_rms_epsilon"
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 """The epsilon of norms that only divide, and of those that also subtract the mean."""
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+PREDICTION_LAYERS = "nextn_predict_layers"
+"""The last layers, which predict further tokens; llama.cpp runs them only to propose tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,25 @@ class StackedExperts:
     transposed: bool = False
     interleaved: bool = False
     bias: str | None = None
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Rows or columns, in an order: the first of each range and the one after its last."""
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A tensor of a GGUF file with rows or columns of a canonical one in an order of its own.
+
+    Attributes:
+        module: its name, without the leaf; None for the usual one.
+        rows, columns: those of the canonical tensor, in the order of the file; None for all of
+            them in canonical order.
+    """
+
+    module: str | None = None
+    rows: Ranges | None = None
+    columns: Ranges | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +103,8 @@ class GgufArchitecture:
         eps_key: its key of the epsilon of norms.
         multiplies_logits: whether ``logit_scale`` multiplies logits, instead of dividing them.
         one_rotary_base: whether layers with a window use the base of the others.
+        parts: by role, the tensors that store the canonical one, if they are several or have other
+            orders of rows or columns.
         refused: features that llama.cpp does not compute, by their description in errors.
         read: keys of config.json that follow from a file's own keys and the size of its heads.
         write: keys that only this architecture has, without its name, from a config that is not
@@ -109,6 +132,7 @@ class GgufArchitecture:
     eps_key: str = RMS_EPS
     multiplies_logits: bool = False
     one_rotary_base: bool = False
+    parts: Callable[[ModelConfig], Mapping[str, tuple[StoredPart, ...]]] = lambda config: {}
     refused: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
     read: Callable[[Settings, int], dict[str, Any]] = lambda keys, head_dim: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
@@ -177,6 +201,14 @@ class Family:
         for keys in self.keys:
             values.update(keys.write(config))
         return values
+
+
+def count_layers(gguf: Settings) -> int:
+    """Count a file's layers, without those for multi-token prediction; see `PREDICTION_LAYERS`."""
+    blocks = gguf.integer("block_count", 1, Limits.layers)
+    if not gguf.has(PREDICTION_LAYERS):
+        return blocks
+    return blocks - gguf.integer(PREDICTION_LAYERS, 0, blocks - 1)
 
 
 def read_config(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, Limits, ModelConfig, ShortConvConfig
-from quantkit.architectures.families.family import RMS_EPS, Family, GgufArchitecture
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    RMS_EPS,
+    Family,
+    GgufArchitecture,
+)
 from quantkit.architectures.families.keys import Keys, layer_count
 from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import FULL
 from quantkit.base.json_values import Settings, format_value
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UnsupportedError
 
 # The name of a layer with a convolution in config.json.
 _CONVOLUTION = "conv"
@@ -158,6 +164,32 @@ _NAMES = {
     "mlp.down": _FEED_FORWARD + "w2",
 }
 _GGUF_SIZE = "shortconv.l_cache"
+_GGUF_DENSE_LAYERS = "leading_dense_block_count"
+_GGUF_SCORES = "expert_gating_func"
+_GGUF_SIGMOID = 2
+
+
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    return {
+        "norm_eps": gguf.number(RMS_EPS, *Limits.eps),
+        "conv_L_cache": gguf.integer(_GGUF_SIZE, 1, Limits.convolution),
+        # The width in the file is the adjusted one.
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _read_gguf_moe(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    if gguf.need(_GGUF_SCORES) != _GGUF_SIGMOID:
+        raise UnsupportedError(
+            f"scores of experts other than sigmoid are not supported in {gguf.name} models",
+            path=gguf.path,
+            found=f"{_GGUF_SCORES} {format_value(gguf.values[_GGUF_SCORES])}",
+            expected=_GGUF_SIGMOID,
+        )
+    dense = 0
+    if gguf.has(_GGUF_DENSE_LAYERS):
+        dense = gguf.integer(_GGUF_DENSE_LAYERS, 0, Limits.layers)
+    return {**_read_gguf(gguf, head_dim), "num_dense_layers": dense}
 
 
 def _write_gguf(config: ModelConfig) -> dict[str, Any]:
@@ -165,22 +197,52 @@ def _write_gguf(config: ModelConfig) -> dict[str, Any]:
     return {_GGUF_SIZE: config.short_conv.size}
 
 
+def _write_gguf_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_gguf(config),
+        _GGUF_DENSE_LAYERS: sum(not layer.experts for layer in config.layers),
+        _GGUF_SCORES: _GGUF_SIGMOID,
+    }
+
+
+def _has_biased_convolution(config: ModelConfig) -> bool:
+    return config.short_conv is not None and config.short_conv.bias
+
+
+def _has_short_convolution(config: ModelConfig) -> bool:
+    return config.short_conv is not None and config.short_conv.size == 1
+
+
 _LFM2_GGUF = GgufArchitecture(
     "lfm2",
     keys=(_GGUF_SIZE,),
     names={"norm": "token_embd_norm"},
     layer_without_kv=_CONVOLUTION,
-    read=lambda gguf, head_dim: {
-        "norm_eps": gguf.number(RMS_EPS, *Limits.eps),
-        "conv_L_cache": gguf.integer(_GGUF_SIZE, 1, Limits.convolution),
-        # The width in the file is the adjusted one.
-        "block_auto_adjust_ff_dim": False,
-    },
+    full_width=True,
+    read=_read_gguf,
     write=_write_gguf,
     refused={
-        "biases of convolutions": lambda config: (
-            config.short_conv is not None and config.short_conv.bias
-        )
+        "biases of convolutions": _has_biased_convolution,
+        # llama.cpp ends the process.
+        "convolutions of one token": _has_short_convolution,
+    },
+)
+_LFM2_MOE_GGUF = replace(
+    _LFM2_GGUF,
+    name="lfm2moe",
+    keys=(*_LFM2_GGUF.keys, *EXPERT_KEYS, _GGUF_DENSE_LAYERS, _GGUF_SCORES),
+    normalized=True,
+    dense_layers=True,
+    read=_read_gguf_moe,
+    write=_write_gguf_moe,
+    refused={
+        **_LFM2_GGUF.refused,
+        "experts without a correction of scores": lambda config: (
+            config.experts is not None and not config.experts.score_correction
+        ),
+        "scaled weights of experts": lambda config: (
+            config.experts is not None and config.experts.scaling != 1
+        ),
     },
 )
 _OPTIONS = {"qk_norm": "head", "tied_by_default": True, "default_theta": 1e6}
@@ -218,4 +280,5 @@ LFM2_MOE = Family(
         "expert.up": _FEED_FORWARD + "experts.{expert}.w3",
         "expert.down": _FEED_FORWARD + "experts.{expert}.w2",
     },
+    gguf=_LFM2_MOE_GGUF,
 )

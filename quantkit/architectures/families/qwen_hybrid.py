@@ -11,12 +11,20 @@ from typing import Any
 
 from quantkit.architectures.config import GatedDeltaConfig, Limits, ModelConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    PREDICTION_LAYERS,
+    Family,
+    GgufArchitecture,
+    Ranges,
+    StoredPart,
+    count_layers,
+)
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.families.qwen import QWEN2_MOE
 from quantkit.architectures.rope import FULL
 from quantkit.base.json_values import Settings, format_value
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UnsupportedError
 
 # The name of a layer with a delta rule in config.json.
 _LINEAR = "linear_attention"
@@ -101,6 +109,217 @@ def _write_mixers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+_GGUF_KEY_HEADS = "ssm.group_count"
+_GGUF_VALUE_HEADS = "ssm.time_step_rank"
+_GGUF_KEY_DIM = "ssm.state_size"
+_GGUF_VALUES = "ssm.inner_size"
+_GGUF_CONVOLUTION = "ssm.conv_kernel"
+_GGUF_RECURRENT = "attention.recurrent_layers"
+_GGUF_INTERVAL = "full_attention_interval"
+_GGUF_KEYS = (
+    _GGUF_KEY_HEADS,
+    _GGUF_VALUE_HEADS,
+    _GGUF_KEY_DIM,
+    _GGUF_VALUES,
+    _GGUF_CONVOLUTION,
+    _GGUF_RECURRENT,
+    _GGUF_INTERVAL,
+    PREDICTION_LAYERS,
+)
+# The rotary pairs that turn with the time, the row and the column of an image's part; the last
+# number is of no use. Transformers' default, and that of all published models.
+_GGUF_SECTIONS = "rope.dimension_sections"
+_SECTIONS = [11, 11, 10, 0]
+_GGUF_CHANNELS = "blk.{layer}.attn_qkv"
+_GGUF_GATES = "blk.{layer}.attn_gate"
+# llama.cpp adds the epsilon of norms to the squared length of queries and keys, transformers this.
+_LENGTH_EPS = 1e-6
+
+
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    """Read the sizes of the delta rule, and which layers have one."""
+    value_heads = gguf.integer(_GGUF_VALUE_HEADS, 1, Limits.heads)
+    key_dim = gguf.integer(_GGUF_KEY_DIM, 1, Limits.heads)
+    values = gguf.integer(_GGUF_VALUES, 1, Limits.width)
+    # llama.cpp reads only one size, and multiplies states by it.
+    if values != value_heads * key_dim:
+        raise UnsupportedError(
+            f"{gguf.name}.{_GGUF_VALUES} is not the number of heads times their size",
+            path=gguf.path,
+            found=values,
+            expected=value_heads * key_dim,
+        )
+    types = []
+    for is_recurrent in _read_recurrent(gguf):
+        types.append(_LINEAR if is_recurrent else FULL)
+    return {
+        "layer_types": types,
+        "linear_num_key_heads": gguf.integer(_GGUF_KEY_HEADS, 1, Limits.heads),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": key_dim,
+        "linear_conv_kernel_dim": gguf.integer(_GGUF_CONVOLUTION, 1, Limits.heads),
+        "attention_bias": False,
+    }
+
+
+def _read_recurrent(gguf: Settings) -> list[bool]:
+    """Read whether each layer has a delta rule: from a list, or from an interval."""
+    count = count_layers(gguf)
+    blocks = gguf.integer("block_count", 1, Limits.layers)
+    if not gguf.has(_GGUF_RECURRENT):
+        interval = _INTERVAL
+        if gguf.has(_GGUF_INTERVAL):
+            interval = gguf.integer(_GGUF_INTERVAL, 1, Limits.layers)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    flags = gguf.values[_GGUF_RECURRENT]
+    if not isinstance(flags, list) or len(flags) != blocks or not set(flags) <= {0, 1}:
+        raise CheckpointError(
+            f"{gguf.name}.{_GGUF_RECURRENT} does not match the layers",
+            path=gguf.path,
+            found=format_value(flags),
+            expected=f"true or false for each of {blocks}",
+        )
+    return [bool(flag) for flag in flags[:count]]
+
+
+def _write_gguf(config: ModelConfig) -> dict[str, Any]:
+    delta = config.gated_delta
+    assert delta is not None
+    recurrent = [layer.mixer == "gated_delta" for layer in config.layers]
+    values: dict[str, Any] = {
+        _GGUF_KEY_HEADS: delta.key_heads,
+        _GGUF_VALUE_HEADS: delta.value_heads,
+        _GGUF_KEY_DIM: delta.key_dim,
+        _GGUF_VALUES: delta.value_heads * delta.value_dim,
+        _GGUF_CONVOLUTION: delta.convolution,
+        _GGUF_RECURRENT: recurrent,
+    }
+    # Older releases of llama.cpp read only an interval.
+    for interval in range(1, config.num_layers + 2):
+        if recurrent == [(layer + 1) % interval != 0 for layer in range(config.num_layers)]:
+            return {**values, _GGUF_INTERVAL: interval}
+    return values
+
+
+def _read_gguf_with_sections(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    """Do as `_read_gguf`, and check that the positions of text turn all rotary pairs."""
+    sections = gguf.integers(_GGUF_SECTIONS, 0, Limits.heads)
+    rotated = head_dim
+    if gguf.has("rope.dimension_count"):
+        rotated = gguf.integer("rope.dimension_count", 2, head_dim)
+    if not _turns_all_pairs(sections, rotated // 2):
+        raise UnsupportedError(
+            f"{gguf.name}.{_GGUF_SECTIONS} leaves rotary pairs without positions",
+            path=gguf.path,
+            found=format_value(sections),
+            expected=format_value(_SECTIONS),
+        )
+    return _read_gguf(gguf, head_dim)
+
+
+def _turns_all_pairs(sections: list[int], pairs: int) -> bool:
+    """Return whether each of the rotary pairs turns with one of the first three numbers of a
+    position, which are the same in text; the fourth one is 0.
+    """
+    # As ggml arranges them: the three in turn, each as often as its section says.
+    period = sum(sections)
+    if len(sections) != len(_SECTIONS) or not period:
+        return False
+    return all(pair < 3 * sections[pair % 3] for pair in range(min(pairs, period)))
+
+
+def _tile_value_heads(config: ModelConfig) -> dict[str, tuple[StoredPart, ...]]:
+    """List the tensors whose value heads a file has in another order: the first of each key head,
+    then the second of each, and so on. llama.cpp repeats all key heads for these.
+    """
+    delta = config.gated_delta
+    assert delta is not None
+    shared = delta.value_heads // delta.key_heads
+    if shared == 1:
+        return {}
+    heads = []
+    for number in range(shared):
+        for key_head in range(delta.key_heads):
+            heads.append(key_head * shared + number)
+
+    def list_heads(size: int, first: int = 0) -> Ranges:
+        return tuple((first + head * size, first + (head + 1) * size) for head in heads)
+
+    keys_width = 2 * delta.key_heads * delta.key_dim
+    channels = StoredPart(rows=((0, keys_width), *list_heads(delta.value_dim, keys_width)))
+    values = list_heads(delta.value_dim)
+    parts = {
+        "gated_delta.qkv": channels,
+        "gated_delta.filter": channels,
+        "gated_delta.gate": StoredPart(rows=values),
+        "gated_delta.out": StoredPart(columns=values),
+    }
+    for name in ("write", "decay", "decay_bias", "log_rate"):
+        parts[f"gated_delta.{name}"] = StoredPart(rows=list_heads(1))
+    return {role: (part,) for role, part in parts.items()}
+
+
+def _divide_joined_linear(config: ModelConfig) -> dict[str, tuple[StoredPart, ...]]:
+    """Divide the rows of the linear with the queries, keys, values and gates of each key head in
+    turn: a file has all queries, all keys and all values in one tensor, all gates in another.
+    """
+    delta = config.gated_delta
+    assert delta is not None
+    values = delta.value_heads // delta.key_heads * delta.value_dim
+    rows_by_part: list[list[tuple[int, int]]] = [[], [], [], []]
+    row = 0
+    for _ in range(delta.key_heads):
+        for rows, size in zip(
+            rows_by_part, (delta.key_dim, delta.key_dim, values, values), strict=True
+        ):
+            rows.append((row, row + size))
+            row += size
+    queries, keys_, head_values, gates = rows_by_part
+    channels = StoredPart(_GGUF_CHANNELS, tuple(queries + keys_ + head_values))
+    return {"gated_delta.qkvz": (channels, StoredPart(_GGUF_GATES, tuple(gates)))}
+
+
+_QWEN3_5_GGUF = GgufArchitecture(
+    "qwen35",
+    keys=(*_GGUF_KEYS, _GGUF_SECTIONS),
+    names={"mlp.norm": "blk.{layer}.post_attention_norm"},
+    partial_rotary=True,
+    parts=_tile_value_heads,
+    read=_read_gguf_with_sections,
+    write=lambda config: {**_write_gguf(config), _GGUF_SECTIONS: _SECTIONS},
+    refused={
+        "delta rules whose keys and values differ in size": lambda config: (
+            config.gated_delta is not None
+            and config.gated_delta.key_dim != config.gated_delta.value_dim
+        ),
+        f"an epsilon of norms other than {_LENGTH_EPS:g}": lambda config: (
+            config.norm_eps != _LENGTH_EPS
+        ),
+        # llama.cpp ends the process.
+        "convolutions of one token": lambda config: (
+            config.gated_delta is not None and config.gated_delta.convolution == 1
+        ),
+    },
+)
+_EXPERTS_GGUF_KEYS = (*EXPERT_KEYS, "expert_shared_feed_forward_length")
+_QWEN3_5_MOE_GGUF = replace(
+    _QWEN3_5_GGUF,
+    name="qwen35moe",
+    keys=(*_QWEN3_5_GGUF.keys, *_EXPERTS_GGUF_KEYS),
+    normalized=True,
+)
+_QWEN3_NEXT_GGUF = replace(
+    _QWEN3_5_MOE_GGUF,
+    name="qwen3next",
+    keys=(*_GGUF_KEYS, *_EXPERTS_GGUF_KEYS),
+    names={**_QWEN3_5_GGUF.names, "gated_delta.qkvz": _GGUF_CHANNELS},
+    parts=_divide_joined_linear,
+    read=_read_gguf,
+    write=_write_gguf,
+)
+
+
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
@@ -115,6 +334,7 @@ QWEN3_5 = Family(
         "leading_rotary": True,
     },
     prepare=_prepare,
+    gguf=_QWEN3_5_GGUF,
 )
 
 
@@ -139,6 +359,7 @@ QWEN3_5_MOE = replace(
     ),
     prepare=_prepare_moe,
     names=QWEN2_MOE.names,
+    gguf=_QWEN3_5_MOE_GGUF,
 )
 
 
@@ -170,4 +391,5 @@ QWEN3_NEXT = replace(
     names=QWEN2_MOE.names,
     prediction="mtp.",
     in_mlx=False,
+    gguf=_QWEN3_NEXT_GGUF,
 )

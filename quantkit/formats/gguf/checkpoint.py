@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.disk import DiskTensor, Place
+from quantkit.architectures.families.family import PREDICTION_LAYERS
 from quantkit.architectures.topology import parameters
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -36,12 +37,12 @@ from quantkit.formats.gguf.config import (
 )
 from quantkit.formats.gguf.names import (
     ROPE_TENSORS,
-    get_norm_offset,
     get_stored_shape,
     gguf_tensors,
     has_merged_qkv,
     keeps_float32,
 )
+from quantkit.formats.gguf.stored_form import can_move_columns, restore
 from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
@@ -105,13 +106,14 @@ class GgufCheckpoint:
         config = build_config(
             metadata, shapes, factors, self.path, tied=self._is_tied(), dtype=_DEFAULT.value
         )
+        self._leave_out_prediction(config.num_layers, metadata)
         # null if it is unknown: without the key, transformers uses its own default.
         pad_token_id = None
         padding_ids = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
         if padding_ids and padding_ids[0] < config.vocab_size:
             pad_token_id = padding_ids[0]
         self.extra_config: Mapping[str, Any] = {"pad_token_id": pad_token_id}
-        tensors = gguf_tensors(config, merged_qkv=has_merged_qkv(self._stored))
+        tensors = gguf_tensors(config, merged_qkv=has_merged_qkv(config, self._stored))
         self._disk: dict[str, DiskTensor] = {}
         for tensor in tensors:
             self._disk[tensor.name] = tensor
@@ -120,13 +122,14 @@ class GgufCheckpoint:
         self.config = config.with_dtype(self._dtype().value)
         self._floats_as = floats_as or DType(self.config.dtype)
         self._check()
-        self._places: dict[str, tuple[DiskTensor, Place]] = {}
+        # Several where a canonical tensor is divided.
+        self._places: dict[str, list[tuple[DiskTensor, Place]]] = {}
         for tensor in self._disk.values():
             # A tied head is a copy of the embedding and has the same canonical name.
             if tensor.name == _HEAD and self.config.tied_embeddings:
                 continue
             for place in tensor.places:
-                self._places[place.name] = (tensor, place)
+                self._places.setdefault(place.name, []).append((tensor, place))
         self._order = [parameter.name for parameter in parameters(self.config)]
         # Else quantkit wrote it, with these notes.
         if MODEL_TYPE not in metadata:
@@ -185,12 +188,16 @@ class GgufCheckpoint:
         return list(self._order)
 
     def info(self, name: str) -> TensorSpec:
-        tensor, place = self._places[name]
-        spec = self._spec(tensor)
+        specs = [self._spec(tensor) for tensor, _ in self._places[name]]
+        spec = specs[0]
+        dtype = spec.dtype
+        # Floats of different types are joined in that of the model.
+        if any(other.dtype != dtype for other in specs):
+            dtype = self._floats_as
         return TensorSpec(
             name=name,
-            shape=place.shape,
-            dtype=spec.dtype,
+            shape=self._places[name][0][1].shape,
+            dtype=dtype,
             scheme=spec.scheme,
             stored_as=spec.stored_as,
         )
@@ -199,28 +206,51 @@ class GgufCheckpoint:
         return list(self._sources)
 
     def count_stored_bytes(self, name: str) -> int:
-        tensor, place = self._places[name]
-        return self._stored[tensor.name].nbytes * math.prod(place.shape) // math.prod(tensor.shape)
+        size = 0
+        for tensor, place in self._places[name]:
+            nbytes = self._stored[tensor.name].nbytes
+            if not place.rearranged:
+                nbytes = nbytes * math.prod(place.shape) // math.prod(tensor.shape)
+            size += nbytes
+        return size
 
     def readers(self) -> str:
         return "quantkit, llama.cpp"
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         """Load one tensor, or a part of it."""
-        tensor, place = self._places[name]
-        kind = self._stored[tensor.name].type
-        spec = self._spec(tensor)
-        file = self._files[tensor.name]
-        view = self._view(tensor)
-        offset = get_norm_offset(self.config, tensor)
-        return read_canonical_tensor(file, view, kind, spec, tensor, place, offset, part)
+        tensor, place = self._places[name][0]
+        if not place.rearranged:
+            return self._read(tensor, place, part)
+        # Any row may be anywhere in the file, so that all are read.
+        places: list[Place] = []
+        values: list[Weight] = []
+        for divided, divided_place in self._places[name]:
+            places.append(divided_place)
+            values.append(self._read(divided, divided_place))
+        restored = restore(places, values, self.info(name).dtype)
+        if part is None:
+            return restored
+        return part.of_weight(restored)
+
+    def _read(self, tensor: DiskTensor, place: Place, part: TensorSlice | None = None) -> Weight:
+        return read_canonical_tensor(
+            file=self._files[tensor.name],
+            view=self._view(tensor),
+            kind=self._stored[tensor.name].type,
+            spec=self._spec(tensor),
+            tensor=tensor,
+            place=place,
+            config=self.config,
+            part=part,
+        )
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
         kind = self._stored[tensor.name].type
         if kind in FLOATS:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
         keeps_codes = tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING
-        if keeps_codes and kind in self._codes:
+        if keeps_codes and kind in self._codes and self._can_restore_codes(tensor):
             scheme = self._codes[kind].scheme
             # GGUF's scales are float16, except for powers of two.
             dtype = self._floats_as if scheme.scales is Scales.POWERS else DType.FLOAT16
@@ -235,6 +265,17 @@ class GgufCheckpoint:
             scheme=None,
             stored_as=stored_as,
         )
+
+    def _can_restore_codes(self, tensor: DiskTensor) -> bool:
+        """Return whether the codes of a tensor can be put in canonical order, with those of others
+        that store the same canonical tensor.
+        """
+        scheme = self._codes[self._stored[tensor.name].type].scheme
+        for divided, place in self._places[tensor.parts[0]]:
+            has_other_codes = self._stored[divided.name].type != self._stored[tensor.name].type
+            if place.rearranged and (has_other_codes or not can_move_columns(place, scheme)):
+                return False
+        return True
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
         """Return whether a tensor is the embedding or the head in integers that are no codes, and
@@ -264,6 +305,26 @@ class GgufCheckpoint:
                     found=f"general.quantization_version {format_value(version)}",
                     expected=_QUANTIZATION_VERSION,
                 )
+
+    def _leave_out_prediction(self, layers: int, metadata: Mapping[str, Any]) -> None:
+        """Leave out the tensors of layers for multi-token prediction, which come after the `layers`
+        of the model.
+        """
+        architecture = metadata["general.architecture"]
+        if not metadata.get(f"{architecture}.{PREDICTION_LAYERS}"):
+            return
+        blocks = metadata[f"{architecture}.block_count"]
+        left_out: list[str] = []
+        for name in self._stored:
+            if name.startswith(tuple(f"blk.{layer}." for layer in range(layers, blocks))):
+                left_out.append(name)
+        for name in left_out:
+            del self._stored[name]
+        if left_out:
+            self.notes.append(
+                f"{self.path}: {len(left_out)} tensors of layers for multi-token prediction are"
+                " left out, such as transformers does with those of a folder"
+            )
 
     def _factors(self, name: str) -> tuple[float, ...]:
         tensor = self._stored[name]

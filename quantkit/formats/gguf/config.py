@@ -14,7 +14,12 @@ from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import config_from_hf
-from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    WINDOWED_BASE,
+    GgufArchitecture,
+    count_layers,
+)
 from quantkit.architectures.families.keys import only_window
 from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
 from quantkit.base.json_values import Settings, format_value, shorten_float32
@@ -73,7 +78,7 @@ def build_config(
     """
     architecture = _architecture(metadata, path)
     keys = _read_architecture_keys(metadata, architecture, path)
-    layers = keys.integer("block_count", 1, Limits.layers)
+    layers = count_layers(keys)
     heads = _read_uniform_size(keys, "attention.head_count", Limits.heads)
     hidden = keys.integer("embedding_length", 1, Limits.width)
     context = keys.integer("context_length", 1, Limits.context)
@@ -128,7 +133,7 @@ def build_config(
     raw: dict[str, Any] = {
         "vocab_size": embedding[0],
         "hidden_size": hidden,
-        "intermediate_size": _read_uniform_size(keys, "feed_forward_length", Limits.width),
+        "intermediate_size": _read_width(keys),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         # Without any layer with attention, no number is used.
@@ -300,6 +305,15 @@ def _read_uniform_size(keys: Settings, key: str, high: int, default: int | None 
     return Settings({key: value[0]}, keys.path, keys.name).integer(key, 1, high)
 
 
+def _read_width(keys: Settings) -> int:
+    """Read the width of the dense feed-forward. Models whose layers all have experts may state only
+    the width of these, of which their own keys for the dense one are copies.
+    """
+    if not keys.has("feed_forward_length") and keys.has(EXPERT_KEYS[2]):
+        return _read_uniform_size(keys, EXPERT_KEYS[2], Limits.width)
+    return _read_uniform_size(keys, "feed_forward_length", Limits.width)
+
+
 def _read_kv_heads(
     keys: Settings, architecture: GgufArchitecture, heads: int, layers: int
 ) -> list[int]:
@@ -379,7 +393,7 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
         return {}
     count = keys.integer("expert_count", 0, Limits.experts)
     per_token = keys.integer("expert_used_count", 1, Limits.experts)
-    width = _read_uniform_size(keys, "feed_forward_length", Limits.width)
+    width = _read_width(keys)
     size_key = "expert_feed_forward_length"
     shared_key = "expert_shared_feed_forward_length"
     if keys.has(size_key):

@@ -20,15 +20,20 @@ from quantkit.files.gguf_io import ALIGNMENT, build_header, padding
 from quantkit.files.gguf_types import GGUF_SUFFIX, GgmlType, GgufTensor, Split, name_part
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.codec import Reason
-from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
+from quantkit.formats.codecs.codec import Reason, Weight
+from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, Q8_0, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, plan_units
 from quantkit.formats.gguf.names import (
-    get_norm_offset,
     get_stored_shape,
     gguf_tensors,
     keeps_float32,
+)
+from quantkit.formats.gguf.stored_form import (
+    can_move_columns,
+    encode_values,
+    rearrange,
+    restore,
 )
 from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.tensors.dtypes import DType
@@ -166,21 +171,16 @@ class GgufEncoder(ShardedEncoder[_Written]):
 
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
         """Read tensor number `index` back from the files so far."""
-        number = self._units_of_tensor[index][0]
-        unit = self._units[number]
-        shard = self._file_of_unit[number]
-        stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
-        # Without views, which must be within the file: it may be incomplete.
-        file = TensorFile(SourceFile(folder / self._names[shard]), {})
-        value = read_canonical_tensor(
-            file,
-            view_of(stored),
-            stored.type,
-            unit.spec,
-            unit.tensor,
-            unit.tensor.places[index - unit.first],
-            get_norm_offset(self._config, unit.tensor),
-        )
+        numbers = self._units_of_tensor[index]
+        unit = self._units[numbers[0]]
+        place = unit.tensor.places[index - unit.first]
+        if place.rearranged:
+            places = [self._units[number].tensor.places[0] for number in numbers]
+            values = [self._read(index, number, folder) for number in numbers]
+            value = restore(places, values, unit.spec.dtype)
+        else:
+            # Others are copies, such as a tied head.
+            value = self._read(index, numbers[0], folder)
         if isinstance(value, Tensor):
             return value.to(unit.spec.dtype.torch)
         scheme = self.planned[index].scheme
@@ -191,6 +191,22 @@ class GgufEncoder(ShardedEncoder[_Written]):
         repeats = value.scale.shape[1] // scheme.groups(value.shape[1])
         scale = value.scale[:, ::repeats].to(unit.spec.dtype.torch)
         return QuantTensor(value.codes, scale, None, scheme)
+
+    def _read(self, index: int, number: int, folder: Path) -> Weight:
+        """Read what unit `number` has of tensor number `index`."""
+        unit = self._units[number]
+        shard = self._file_of_unit[number]
+        stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
+        return read_canonical_tensor(
+            # Without views, which must be within the file: it may be incomplete.
+            file=TensorFile(SourceFile(folder / self._names[shard]), {}),
+            view=view_of(stored),
+            kind=stored.type,
+            spec=unit.spec,
+            tensor=unit.tensor,
+            place=unit.tensor.places[index - unit.first],
+            config=self._config,
+        )
 
     def state(self) -> Any:
         return self._headers_hash
@@ -214,6 +230,8 @@ class GgufEncoder(ShardedEncoder[_Written]):
         stored = unit.stored
         # A tensor of all experts, [E, O, I] or their biases [E, O], arrives one expert at a time.
         shape = stored.shape if unit.tensor.stacked is None else stored.shape[1:]
+        if unit.tensor.places[part].rearranged:
+            value = rearrange(value, unit.tensor.places[part])
         if isinstance(value, QuantTensor):
             blocks = CODED_TYPES[stored.type].encode(value)
             if isinstance(blocks, Reason):
@@ -221,9 +239,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
             rows = (*shape[:-1], stored.type.row_bytes(shape[-1]))
             yield tensor_bytes(blocks, StoredTensor(stored.name, DType.UINT8, rows))
         else:
-            offset = get_norm_offset(self._config, unit.tensor)
-            if offset:
-                value = value.float() + offset
+            value = encode_values(self._config, unit.tensor, value)
             if stored.type is GgmlType.F32:
                 value = value.float()
             if unit.tensor.shape != stored.shape:
@@ -255,6 +271,13 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
         return _TYPES[spec.dtype]
     kind = block_type(spec.scheme)
     reason = kind.explain_unsupported(spec.scheme, spec.shape[-1])
+    if reason is None and not can_move_columns(tensor.places[0], kind.scheme):
+        reason = Reason(
+            f"{tensor.name} has its columns in another order, which cuts blocks of"
+            f" {kind.scheme.unit}",
+            found=spec.scheme,
+            expected=f"{Q8_0.scheme} or a float type",
+        )
     if reason is not None:
         raise reason.error(tensor.parts[0], kind.type)
     return kind.type

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, build_disk_tensors
 from quantkit.architectures.families import FAMILIES
-from quantkit.architectures.families.family import Family, GgufArchitecture, StackedExperts
+from quantkit.architectures.families.family import (
+    Family,
+    GgufArchitecture,
+    StackedExperts,
+    StoredPart,
+)
 from quantkit.architectures.names import GGUF_NAMES
 from quantkit.architectures.topology import Parameter
 from quantkit.errors import UnsupportedError
@@ -25,11 +30,14 @@ ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 _QKV = "attention.qkv"
 
 
-def has_merged_qkv(names: Collection[str]) -> bool:
-    """Return whether a file with tensors of these names stores queries, keys and values as one
-    tensor.
+def has_merged_qkv(config: ModelConfig, names: Collection[str]) -> bool:
+    """Return whether a file with tensors of these names stores queries, keys and values of
+    attention as one tensor.
     """
-    return f"{GGUF_NAMES[_QKV].format(layer=0)}.weight" in names
+    for number, layer in enumerate(config.layers):
+        if layer.mixer == "attention":
+            return f"{GGUF_NAMES[_QKV].format(layer=number)}.weight" in names
+    return False
 
 
 @functools.cache
@@ -77,11 +85,21 @@ def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskT
     architecture = gguf_architecture(config)
     if merged_qkv:
         architecture = replace(architecture, fused=(*architecture.fused, _QKV))
-    disk_tensors = build_disk_tensors(
-        config,
-        lambda parameter: (_name(architecture, parameter), _find_expert_stack(parameter)),
-        interleaved=architecture.interleaved_rotary,
+    parameter_by_name: dict[str, Parameter] = {}
+
+    def locate_parameter(parameter: Parameter) -> tuple[str, StackedExperts | None]:
+        name = _name(architecture, parameter)
+        parameter_by_name[name] = parameter
+        return name, _find_expert_stack(parameter)
+
+    whole_tensors = build_disk_tensors(
+        config, locate_parameter, interleaved=architecture.interleaved_rotary
     )
+    parts_by_role = architecture.parts(config)
+    disk_tensors = []
+    for tensor in whole_tensors:
+        parameter = parameter_by_name[tensor.name]
+        disk_tensors += _divide(tensor, parameter, parts_by_role.get(parameter.role, ()))
     # llama.cpp requires a head of these architectures, so a tied embedding is written twice.
     if config.tied_embeddings and architecture.tied is False:
         embedding = disk_tensors[0]
@@ -96,7 +114,13 @@ def keeps_float32(tensor: DiskTensor) -> bool:
     """
     # Routers are `ffn_gate_inp`, and `ffn_gate_inp_shexp` for shared experts.
     return len(tensor.shape) == 1 or tensor.name.endswith(
-        (".bias", "_inp.weight", "_inp_shexp.weight", "shortconv.conv.weight")
+        (
+            ".bias",
+            "_inp.weight",
+            "_inp_shexp.weight",
+            "shortconv.conv.weight",
+            "ssm_conv1d.weight",
+        )
     )
 
 
@@ -109,9 +133,34 @@ def get_stored_shape(tensor: DiskTensor) -> tuple[int, ...]:
 
 def get_norm_offset(config: ModelConfig, tensor: DiskTensor) -> float:
     """Return the offset that a file adds to the weight of a norm; 0 for all other tensors."""
-    if tensor.name.endswith("_norm.weight"):
+    # The norm of a delta rule has none in any family.
+    if tensor.name.endswith("_norm.weight") and not tensor.name.endswith(".ssm_norm.weight"):
         return config.norm_offset
     return 0.0
+
+
+def stores_decay_rates(tensor: DiskTensor) -> bool:
+    """Return whether a tensor has the rates at which states decay, less than 0, while the canonical
+    one has the logarithms of their sizes.
+    """
+    return tensor.name.endswith(".ssm_a")
+
+
+def _divide(
+    tensor: DiskTensor, parameter: Parameter, parts: Sequence[StoredPart]
+) -> list[DiskTensor]:
+    """Divide a tensor with one canonical one, or rearrange it, as an architecture stores it."""
+    divided: list[DiskTensor] = []
+    for part in parts:
+        name = tensor.name
+        if part.module is not None:
+            name = f"{part.module.format(layer=parameter.layer)}.{parameter.leaf}"
+        place = replace(tensor.places[0], row_ranges=part.rows, column_ranges=part.columns)
+        shape = tensor.shape
+        if part.rows is not None:
+            shape = (sum(stop - start for start, stop in part.rows), *shape[1:])
+        divided.append(replace(tensor, name=name, shape=shape, places=(place,)))
+    return divided or [tensor]
 
 
 def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
@@ -126,8 +175,10 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
         raise UnsupportedError(
             "this architecture cannot be written as GGUF", found=f"'{parameter.name}'"
         )
-    # Canonical names of some vectors, such as attention sinks, have no leaf; llama.cpp's do.
-    return f"{template.format(layer=parameter.layer)}.{parameter.leaf or 'weight'}"
+    name = template.format(layer=parameter.layer)
+    if parameter.leaf:
+        name = f"{name}.{parameter.leaf}"
+    return name
 
 
 def _find_expert_stack(parameter: Parameter) -> StackedExperts | None:

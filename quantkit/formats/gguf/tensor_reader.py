@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides
 from quantkit.formats.codecs.codec import Weight
 from quantkit.formats.codecs.ggml import FLOATS, GgmlRows
 from quantkit.formats.containers.hf_parts import decode_place, read_floats
+from quantkit.formats.gguf.stored_form import decode_values
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -22,22 +24,21 @@ def read_canonical_tensor(
     spec: TensorSpec,
     tensor: DiskTensor,
     place: Place,
-    norm_offset: float,
+    config: ModelConfig,
     part: TensorSlice | None = None,
 ) -> Weight:
-    """Read the canonical tensor at `place` of a GGUF tensor, or a part of it.
+    """Read the canonical tensor at `place` of a GGUF tensor, or a part of it; one that is
+    rearranged in the order of the file.
 
     Args:
         view: where the data of the GGUF tensor is in `file`, see `view_of`.
         kind, spec: how the GGUF tensor is stored, and as what it is read.
-        norm_offset: see `get_norm_offset`.
     """
+    if place.rearranged:
+        place = Place(place.name, tensor.shape)
     if kind in FLOATS:
         floats = read_floats(file, view, tensor, place, part)
-        # In float32, so that the difference is rounded once.
-        if norm_offset:
-            return (floats.float() - norm_offset).to(floats.dtype)
-        return floats
+        return decode_values(config, tensor, floats)
     rows = GgmlRows(
         file=file, view=view, type=kind, coded=spec.scheme is not None, dtype=spec.dtype
     )
