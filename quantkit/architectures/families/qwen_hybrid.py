@@ -126,10 +126,9 @@ _GGUF_KEYS = (
     _GGUF_INTERVAL,
     PREDICTION_LAYERS,
 )
-# The rotary pairs that turn with the time, the row and the column of an image's part; the last
-# number is of no use. Transformers' default, and that of all published models.
+# The rotary pairs that turn with the time, the row and the column of an image's part, and with a
+# fourth number.
 _GGUF_SECTIONS = "rope.dimension_sections"
-_SECTIONS = [11, 11, 10, 0]
 _GGUF_CHANNELS = "blk.{layer}.attn_qkv"
 _GGUF_GATES = "blk.{layer}.attn_gate"
 # llama.cpp adds the epsilon of norms to the squared length of queries and keys, transformers this.
@@ -208,14 +207,28 @@ def _read_gguf_with_sections(gguf: Settings, head_dim: int) -> dict[str, Any]:
     rotated = head_dim
     if gguf.has("rope.dimension_count"):
         rotated = gguf.integer("rope.dimension_count", 2, head_dim)
-    if not _turns_all_pairs(sections, rotated // 2):
+    expected = _split_pairs(rotated // 2)
+    if len(sections) != len(expected) or not _turns_all_pairs(sections, rotated // 2):
         raise UnsupportedError(
             f"{gguf.name}.{_GGUF_SECTIONS} leaves rotary pairs without positions",
             path=gguf.path,
             found=format_value(sections),
-            expected=format_value(_SECTIONS),
+            expected=format_value(expected),
         )
     return _read_gguf(gguf, head_dim)
+
+
+def _write_gguf_with_sections(config: ModelConfig) -> dict[str, Any]:
+    """Do as `_write_gguf`, with sections that positions of text turn completely."""
+    pairs = (config.rope.rotary_dim or config.head_dim) // 2
+    return {**_write_gguf(config), _GGUF_SECTIONS: _split_pairs(pairs)}
+
+
+def _split_pairs(pairs: int) -> list[int]:
+    """Split rotary pairs into sections that take turns: those of the published models, whose heads
+    have 32 pairs, are [11, 11, 10, 0].
+    """
+    return [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
 
 
 def _turns_all_pairs(sections: list[int], pairs: int) -> bool:
@@ -224,9 +237,7 @@ def _turns_all_pairs(sections: list[int], pairs: int) -> bool:
     """
     # As ggml arranges them: the three in turn, each as often as its section says.
     period = sum(sections)
-    if len(sections) != len(_SECTIONS) or not period:
-        return False
-    return all(pair < 3 * sections[pair % 3] for pair in range(min(pairs, period)))
+    return period > 0 and all(pair < 3 * sections[pair % 3] for pair in range(min(pairs, period)))
 
 
 def _tile_value_heads(config: ModelConfig) -> dict[str, tuple[StoredPart, ...]]:
@@ -287,7 +298,7 @@ _QWEN3_5_GGUF = GgufArchitecture(
     partial_rotary=True,
     parts=_tile_value_heads,
     read=_read_gguf_with_sections,
-    write=lambda config: {**_write_gguf(config), _GGUF_SECTIONS: _SECTIONS},
+    write=_write_gguf_with_sections,
     refused={
         "delta rules whose keys and values differ in size": lambda config: (
             config.gated_delta is not None
