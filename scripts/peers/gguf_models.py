@@ -39,6 +39,7 @@ TEMPLATES = {
         " add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
 }
+TEMPLATES["qwen35"] = TEMPLATES["qwen"]
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -62,6 +63,15 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
+}
+# Two value heads for each key head, and sizes of heads that 32 divides, but not 256.
+_DELTA = {
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
 _WINDOWS = {"sliding_window": 64, "query_pre_attn_scalar": 32}
 _YARN = {
@@ -124,6 +134,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": True,
         },
+    ),
+    "lfm2moe": (
+        "lfm2_moe",
+        "llama3",
+        {
+            **_EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen35": ("qwen3_5_text", "qwen35", {**_DELTA, "tie_word_embeddings": True}),
+    "qwen35moe": (
+        "qwen3_5_moe_text",
+        "qwen35",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 256},
+    ),
+    "qwen3next": (
+        "qwen3_next",
+        "qwen",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 256},
     ),
     "glm": ("glm", "glm4", {}),
     "glm4": ("glm4", "glm4", {"tie_word_embeddings": True}),
@@ -264,6 +295,10 @@ def train(model: Any, ids: Any, bos: int | None, steps: int, name: str) -> None:
         for key, value in model.named_parameters():
             if key.endswith("bias"):
                 value.normal_(0, 0.1)
+        for key, value in model.named_buffers():
+            # Of LFM2, which corrects the scores of experts.
+            if key.endswith("expert_bias"):
+                value.normal_(0, 0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):
         starts = torch.randint(0, len(ids) - 64, (8,)).tolist()
@@ -319,6 +354,7 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
             "<|eot_id|>",
         ],
         "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "qwen35": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         "gpt-4o": [
             "<|startoftext|>",
             "<|endoftext|>",
@@ -332,7 +368,7 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
         "tekken": ["<s>", "[INST]", "[/INST]", "</s>"],
     }[kind]
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    if kind == "qwen":
+    if kind in ("qwen", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     parts = [
         pre_tokenizers.Split(Regex(words), "isolated"),

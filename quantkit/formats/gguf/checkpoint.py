@@ -323,7 +323,7 @@ class GgufCheckpoint:
         if left_out:
             self.notes.append(
                 f"{self.path}: {len(left_out)} tensors of layers for multi-token prediction are"
-                " left out, such as transformers does with those of a folder"
+                " left out, as transformers leaves out those of a folder"
             )
 
     def _factors(self, name: str) -> tuple[float, ...]:

@@ -64,9 +64,7 @@ def rearrange(value: Weight, place: Place) -> Weight:
     """
     if place.row_ranges is not None:
         value = TensorSlice(0, place.row_ranges).of_weight(value)
-    if place.column_ranges is not None:
-        value = _take_columns(value, place.column_ranges)
-    return value
+    return rearrange_columns(value, place)
 
 
 def restore(places: Sequence[Place], values: Sequence[Weight], dtype: DType) -> Weight:
@@ -82,14 +80,27 @@ def restore(places: Sequence[Place], values: Sequence[Weight], dtype: DType) -> 
     for place, value in zip(places, values, strict=True):
         if place.row_ranges is not None:
             row_ranges += place.row_ranges
-        if place.column_ranges is not None:
-            value = _take_columns(value, _invert(place.column_ranges))
+        value = restore_columns(value, place)
         if isinstance(value, torch.Tensor):
             value = value.to(dtype.torch)
         restored.append(value)
     if not row_ranges:
         return restored[0]
     return TensorSlice(0, _invert(row_ranges)).of_weight(_concatenate(restored))
+
+
+def rearrange_columns(value: Weight, place: Place) -> Weight:
+    """Put the columns of rows [N, I] in the order of a file's tensor."""
+    if place.column_ranges is None:
+        return value
+    return _take_columns(value, place.column_ranges)
+
+
+def restore_columns(value: Weight, place: Place) -> Weight:
+    """Put the columns of rows [N, I] of a file's tensor in canonical order."""
+    if place.column_ranges is None:
+        return value
+    return _take_columns(value, _invert(place.column_ranges))
 
 
 def can_move_columns(place: Place, scheme: QuantScheme) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.names import EMBEDDING
+from quantkit.architectures.topology import recurrent_linears
 from quantkit.formats.gguf.names import gguf_architecture, gguf_tensors
 from quantkit.tensors.mix import Mix
 from quantkit.tensors.recipe import Override, Recipe
@@ -48,6 +49,8 @@ class MixRules:
         Raises `UnsupportedError` for an architecture that GGUF does not have.
         """
         overrides: dict[str, QuantScheme | None] = {EMBEDDING: self.mix.default}
+        # These keep their floats unless a recipe names them, which only users do.
+        recurrent = recurrent_linears(self.config)
         for tensor, chosen in self._schemes():
             if tensor.shape[-1] % _BLOCK:
                 scheme = None
@@ -55,6 +58,8 @@ class MixRules:
                 scheme = chosen
             if scheme != self.mix.default or tensor.name == _HEAD:
                 for module in _modules(tensor):
+                    if module in recurrent:
+                        continue
                     # GGUF stacks all experts of a layer in one tensor, which has one type.
                     overrides[_EXPERT.sub(".experts.*.", module)] = scheme
         # The embedding keeps its floats anyway if no recipe names it.

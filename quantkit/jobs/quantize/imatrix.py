@@ -25,6 +25,7 @@ from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.gguf.names import gguf_tensors
+from quantkit.formats.gguf.stored_form import rearrange_columns, restore_columns
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.settings import gptq_settings
 
@@ -179,7 +180,8 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
                 expected=f"{columns * experts} inputs",
                 hint="measure it on this model",
             )
-        means = entry.means.view(experts, columns)
+        means = restore_columns(entry.means.view(experts, columns), tensor.places[0])
+        assert isinstance(means, Tensor)
         counts = entry.counts.expand(experts) * tokens_per_count
         for part, place in zip(tensor.parts, tensor.places, strict=True):
             # Parts of a fused tensor have the same inputs, which are the only row.
@@ -222,4 +224,6 @@ def _build_entry(
         count = counts.get(name, 0)
         token_counts.append(float(count))
         means.append(sums.get(name, zeros) / max(1, count))
-    return Entry(torch.stack(means), torch.tensor(token_counts))
+    stored_means = rearrange_columns(torch.stack(means), tensor.places[0])
+    assert isinstance(stored_means, Tensor)
+    return Entry(stored_means, torch.tensor(token_counts))
