@@ -15,7 +15,7 @@ import pytest
 from case_names import case
 from config_cases import config_keys
 from error_parts import raises
-from gguf_config_cases import CASES, EXPERTS, GPT_OSS, LLAMA4, YARN
+from gguf_config_cases import CASES, DELTA, EXPERTS, GPT_OSS, LLAMA4, YARN
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
@@ -89,7 +89,8 @@ def test_a_model_is_read_as_it_is_written() -> None:
 def _require_read_as_written(config: ModelConfig) -> None:
     assert _read(config).differences(config) == []
     tensors = gguf_tensors(config)
-    parts = [part for tensor in tensors for part in tensor.parts if tensor.name != "output.weight"]
+    # Each once: a linear of Qwen3-Next is two tensors.
+    parts = {part for tensor in tensors for part in tensor.parts if tensor.name != "output.weight"}
     expected = [parameter.name for parameter in parameters(config) if parameter.role != "head"]
     assert sorted(parts) == sorted(expected)
     assert config_from_hf(config_to_hf(_read(config)), "config.json").differences(config) == []
@@ -183,6 +184,8 @@ _MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
 }
+_LFM2_MOE = {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+_NEXT = {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64}
 _GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0}
 _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "wide-glm": ("glm", {"head_dim": 16, "pad_token_id": 0}, "width"),
@@ -263,6 +266,17 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "cohere2-bias": ("cohere2", {"pad_token_id": 0, "attention_bias": True}, "qkv"),
     "cohere2-head": ("cohere2", {"pad_token_id": 0, "tie_word_embeddings": False}, "head"),
     "lfm2-bias": ("lfm2", {"layer_types": ["conv"] * 3, "conv_bias": True}, "convolutions"),
+    "lfm2-short": ("lfm2", {"layer_types": ["conv"] * 3, "conv_L_cache": 1}, "one token"),
+    "lfm2-wide": ("lfm2", {"layer_types": ["conv"] * 3, "head_dim": 32}, "width"),
+    "lfm2-moe-scores": ("lfm2_moe", {**_LFM2_MOE, "use_expert_bias": False}, "correction"),
+    "lfm2-moe-scaled": ("lfm2_moe", {**_LFM2_MOE, "routed_scaling_factor": 2.0}, "scaled"),
+    "lfm2-moe-shares": ("lfm2_moe", {**_LFM2_MOE, "norm_topk_prob": False}, "routing"),
+    "delta-sizes": ("qwen3_5_text", {**DELTA, "linear_value_head_dim": 16}, "size"),
+    "delta-epsilon": ("qwen3_5_text", {**DELTA, "rms_norm_eps": 1e-5}, "epsilon"),
+    "delta-short": ("qwen3_5_text", {**DELTA, "linear_conv_kernel_dim": 1}, "one token"),
+    "delta-bias": ("qwen3_5_text", {**DELTA, "attention_bias": True}, "qkv"),
+    "next-dense": ("qwen3_next", {**_NEXT, "mlp_only_layers": [1]}, "experts"),
+    "next-shares": ("qwen3_next", {**_NEXT, "norm_topk_prob": False}, "routing"),
     "hunyuan-bias": (
         "hunyuan_v1_dense",
         {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
@@ -437,6 +451,75 @@ def test_what_says_nothing_is_no_setting() -> None:
     assert _read(moe, **usual) == moe
     with raises(UnsupportedError, "expert_gating_func"):
         _read(moe, qwen3moe__expert_gating_func=2)
+
+
+_OF_DELTA: dict[str, tuple[dict[str, Any], str]] = {
+    "sizes": ({"ssm__inner_size": 96}, "inner_size"),
+    "layers": ({"attention__recurrent_layers": [True, False]}, "recurrent_layers"),
+    "flags": ({"attention__recurrent_layers": [2, 0, 1]}, "recurrent_layers"),
+    "heads": ({"ssm__time_step_rank": 0}, "time_step_rank"),
+    "no-size": ({"ssm__state_size": None}, "state_size"),
+    "predicted": ({"nextn_predict_layers": 3}, "nextn_predict_layers"),
+    "no-sections": ({"rope__dimension_sections": None}, "dimension_sections"),
+    # The second pair would turn with the fourth number, which is 0.
+    "sections": ({"rope__dimension_sections": [2, 0, 0, 0]}, "dimension_sections"),
+    "scores": ({"expert_gating_func": 2}, "expert_gating_func"),
+}
+
+
+def test_files_with_other_delta_rules_are_refused() -> None:
+    config = _config(*CASES["qwen3-5-moe"][:1], **CASES["qwen3-5-moe"][1])
+    for name, (changes, found) in _OF_DELTA.items():
+        changed = {f"qwen35moe__{key}": value for key, value in changes.items()}
+        with case(name), raises(QuantkitError, found):
+            _read(config, **changed)
+
+
+def test_layers_with_delta_rules_are_listed_or_all_but_one_of_an_interval() -> None:
+    types = ["linear_attention"] * 2 + ["full_attention"] + ["linear_attention"] * 2
+    config = _config("qwen3_5_text", **{**DELTA, "layer_types": types, "num_hidden_layers": 5})
+    mixers = [layer.mixer for layer in config.layers]
+    assert mixers.count("attention") == 1
+    listed = _read(config, qwen35__full_attention_interval=None)
+    counted = _read(config, qwen35__attention__recurrent_layers=None)
+    for read in (listed, counted):
+        assert [layer.mixer for layer in read.layers] == mixers
+    usual = _read(
+        config,
+        qwen35__attention__recurrent_layers=None,
+        qwen35__full_attention_interval=None,
+    )
+    assert [layer.mixer for layer in usual.layers].index("attention") == 3
+    irregular = _config(
+        "qwen3_5_text",
+        **{**DELTA, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    )
+    assert "qwen35.full_attention_interval" not in build_metadata(irregular)
+    assert _read(irregular).layers == irregular.layers
+
+
+def test_layers_for_prediction_do_not_count() -> None:
+    config = _config(*CASES["qwen3-next"][:1], **CASES["qwen3-next"][1])
+    recurrent = [layer.mixer == "gated_delta" for layer in config.layers]
+    found = _read(
+        config,
+        qwen3next__block_count=config.num_layers + 2,
+        qwen3next__nextn_predict_layers=2,
+        qwen3next__attention__recurrent_layers=[*recurrent, False, False],
+    )
+    assert found == config
+
+
+def test_widths_of_experts_may_be_the_only_ones() -> None:
+    config = _config(*CASES["qwen3-5-moe"][:1], **CASES["qwen3-5-moe"][1])
+    assert _read(config, qwen35moe__feed_forward_length=None) == config
+
+
+def test_scores_of_lfm2_are_sigmoids() -> None:
+    config = _config(*CASES["lfm2-moe"][:1], **CASES["lfm2-moe"][1])
+    for scores in (1, None):
+        with raises(QuantkitError, "expert_gating_func"):
+            _read(config, lfm2moe__expert_gating_func=scores)
 
 
 def test_granite_may_not_be_reported_to_have_no_positions() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from gguf_config_cases import GPT_OSS, LLAMA4, YARN
+from gguf_config_cases import DELTA, EXPERTS, GPT_OSS, LLAMA4, YARN
 from quantized_folders import with_mxfp4_experts
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -52,6 +52,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True},
     ),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-5": ("qwen3_5_text", DELTA),
+    "qwen3-5-moe": (
+        "qwen3_5_moe_text",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64},
+    ),
     "llama4": (
         "llama4_text",
         {**LLAMA4, "interleave_moe_layer_step": 2, "num_experts_per_tok": 2},
@@ -70,6 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_IN_BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 PROMPT = "Once upon a time"
 NEW = 24
 UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of random weights
@@ -78,7 +97,11 @@ UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of rand
 def _make(folder: Path, kind: str, **changes: Any) -> Path:
     """A random model of transformers with the demo's tokenizer."""
     vocabulary = load_tokenizer(DEMO_MODEL).vocab_size
-    oracle.save(oracle.make(kind, vocab_size=vocabulary, **changes), folder)
+    model = oracle.make(kind, vocab_size=vocabulary, **changes)
+    # As published: GGUF's sums of norms and 1, and its decay rates, are then exact.
+    if kind in _IN_BFLOAT16:
+        model = model.bfloat16()
+    oracle.save(model, folder)
     shutil.copyfile(DEMO_MODEL / "tokenizer.model", folder / "tokenizer.model")
     return folder
 

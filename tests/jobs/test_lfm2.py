@@ -17,14 +17,13 @@ import torch
 from architecture_cases import CASES
 from command import Capture, run
 from diagnoses import require_sound
-from error_parts import raises
 from safetensors.torch import load_file
 from served import started
 
 import quantkit
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.data.files import DEMO_MODEL, EXCERPT
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError
 from quantkit.model.load import load_model
 from quantkit.quality.verify import Verdict, verify
 
@@ -176,13 +175,6 @@ def test_training_passes_gradients_through_convolutions(
     )
     scale = "model.layers.0.conv.in_proj.weight_scale"
     assert not torch.equal(before[scale], after[scale])
-
-
-def test_what_xla_and_gguf_do_not_have_is_refused_by_name(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    with raises(UnsupportedError, "lfm2_moe"):
-        quantkit.convert(sources["lfm2-moe"], tmp_path / "gguf", to="gguf")
 
 
 def test_a_config_is_written_as_it_is_read(sources: dict[str, Path]) -> None:

@@ -33,6 +33,14 @@ LLAMA4_ROPE = {
     "high_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 LLAMA4 = {
     "head_dim": 16,
     "intermediate_size": 48,
@@ -153,6 +161,49 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention", "conv"],
             "conv_L_cache": 4,
             "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-5": ("qwen3_5_text", DELTA),
+    "qwen3-5-published": (
+        "qwen3_5_text",
+        {
+            **DELTA,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
+    "qwen3-5-moe": (
+        "qwen3_5_moe_text",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3-next-yarn": (
+        "qwen3_next",
+        {
+            **DELTA,
+            **EXPERTS,
+            "shared_expert_intermediate_size": 64,
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
         },
     ),
     "llama4": ("llama4_text", LLAMA4),

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 Types = Mapping[str, gguf.GGMLQuantizationType]
@@ -41,7 +42,18 @@ _ARCHITECTURES = {
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
+# Those without a leaf of their own in transformers.
+_LEAVES = {
+    "A_log": "",
+    "dt_bias": ".bias",
+    "expert_bias": ".bias",
+}
+_TABLE_NAMES = {"dt_bias": "dt_proj"}
 _PERMUTED = {
     gguf.MODEL_ARCH.LLAMA,
     gguf.MODEL_ARCH.GRANITE,
@@ -59,8 +71,18 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if name.endswith("in_proj_qkvz.weight"):
+            block = name.replace("model.layers.", "blk.").partition(".linear_attn.")[0]
+            channels, gates = _by_kind(value.detach().float(), config)
+            found[f"{block}.attn_qkv.weight"] = channels
+            found[f"{block}.attn_gate.weight"] = gates
+            continue
         for own, part in _apart(name, value.detach().float(), config.model_type).items():
             stem, _, leaf = own.rpartition(".")
+            if leaf in _LEAVES:
+                mapped = names.get_name(f"{stem}.{_TABLE_NAMES.get(leaf, leaf)}")
+                found[f"{mapped}{_LEAVES[leaf]}"] = _changed(part, own, arch, config)
+                continue
             leaf = leaf if leaf in ("weight", "bias") else "weight"
             mapped = names.get_name(own if leaf not in own else stem)
             assert mapped is not None, own
@@ -87,7 +109,10 @@ def _apart(name: str, value: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Tensor:
-    if "gemma" in config.model_type and name.endswith("norm.weight"):
+    if ".linear_attn." in name:
+        return _of_delta_rule(value, name, config)
+    adds_one = "gemma" in config.model_type or "linear_num_key_heads" in vars(config)
+    if adds_one and name.endswith("norm.weight"):
         return value + 1
     if name.endswith("conv.conv.weight"):
         return value.squeeze(1)
@@ -97,6 +122,40 @@ def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Te
         return value
     halves = value.reshape(count, 2, value.shape[0] // count // 2, *value.shape[1:])
     return halves.swapaxes(1, 2).reshape(value.shape)
+
+
+def _of_delta_rule(value: Tensor, name: str, config: Any) -> Tensor:
+    """Rates, filters that are matrices and, of Qwen3.5, value heads that take turns by key head."""
+    if name.endswith("A_log"):
+        value = -value.exp()
+    if name.endswith("conv1d.weight"):
+        value = value.squeeze(1)
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if config.model_type == "qwen3_next" or name.endswith(".norm.weight"):
+        return value
+    size = config.linear_value_head_dim
+    if name.endswith("out_proj.weight"):
+        heads = value.reshape(len(value), keys, values // keys, size)
+        return heads.swapaxes(1, 2).reshape(value.shape)
+    if "in_proj_qkv" in name or "conv1d" in name:
+        first = 2 * keys * config.linear_key_head_dim
+        return torch.cat((value[:first], _take_turns(value[first:], keys, values)))
+    return _take_turns(value, keys, values)
+
+
+def _take_turns(rows: Tensor, keys: int, values: int) -> Tensor:
+    heads = rows.reshape(keys, values // keys, -1, *rows.shape[1:])
+    return heads.swapaxes(0, 1).reshape(rows.shape)
+
+
+def _by_kind(joined: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """Queries, keys and values of all key heads, and their gates, of rows key head by key head."""
+    keys = config.linear_num_key_heads
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    sizes = [config.linear_key_head_dim, config.linear_key_head_dim, values, values]
+    by_head = joined.reshape(keys, -1, joined.shape[1])
+    parts = [part.flatten(0, 1) for part in by_head.split(sizes, 1)]
+    return torch.cat(parts[:3]), parts[3]
 
 
 def write(
@@ -133,7 +192,7 @@ def write(
             continue
         kind = (
             F32
-            if values.ndim == 1 or "_inp" in name or name.endswith(".bias")
+            if values.ndim == 1 or "_inp" in name or name.endswith((".bias", "conv1d.weight"))
             else (types or {}).get(name, (types or {}).get("", F32))
         )
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
