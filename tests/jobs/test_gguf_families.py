@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from gguf_config_cases import DELTA, EXPERTS, GPT_OSS, LLAMA4, YARN
 from quantized_folders import with_mxfp4_experts
 from safetensors.torch import load_file, save_file
@@ -20,12 +21,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
+from quantkit.errors import NotRepresentableError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.model.linear import QuantLinear
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import MXFP4
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import MXFP4, Q4_K, QuantScheme
 from quantkit.text.tokenizer import load_tokenizer
 
 # Rows that 32 divides, but not 256, as in the published gpt-oss.
@@ -88,6 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+INT8 = QuantScheme.parse("int8-g32")
 _IN_BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 PROMPT = "Once upon a time"
 NEW = 24
@@ -143,6 +147,31 @@ def test_a_mix_is_quantized_and_runs_as_its_floats(case: str, tmp_path: Path) ->
     ).path
     assert verify(file, back).ok
     assert _generate(file) == _generate(back)
+
+
+@pytest.mark.parametrize("case", ["qwen3-5", "qwen3-next"])
+def test_codes_of_delta_rules_are_carried(case: str, tmp_path: Path) -> None:
+    kind, changes = FAMILIES[case]
+    folder = _make(tmp_path / "folder", kind, **changes)
+    recipe = Recipe(INT8, (Override("*.linear_attn.*", INT8),))
+    made = quantkit.quantize(folder, tmp_path / "int8", recipe, method="rtn", **UNCHECKED).path
+    file = quantkit.convert(made, tmp_path / "a.gguf", source_check=False).path
+    stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    for name in ("attn_qkv", "attn_gate", "ssm_out"):
+        assert stored[f"blk.0.{name}.weight"] == "Q8_0"
+    for name in ("ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "ssm_norm.weight"):
+        assert stored[f"blk.0.{name}"] == "F32"
+    back = quantkit.convert(file, tmp_path / "back", source_check=False).path
+    assert verify(made, back).verdict is Verdict.SAME
+    assert _generate(made) == _generate(file) == _generate(back)
+
+
+def test_blocks_that_several_value_heads_would_share_are_refused(tmp_path: Path) -> None:
+    kind, changes = FAMILIES["qwen3-5"]
+    folder = _make(tmp_path / "folder", kind, **{**changes, "linear_num_value_heads": 8})
+    recipe = Recipe(INT8, (Override("*.linear_attn.out_proj", Q4_K),))
+    with raises(NotRepresentableError, "out_proj", "ssm_out"):
+        quantkit.quantize(folder, tmp_path / "a.gguf", recipe, method="rtn", **UNCHECKED)
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,12 @@ class GgufEncoder(ShardedEncoder[_Written]):
         """Read what unit `number` has of tensor number `index`."""
         unit = self._units[number]
         shard = self._file_of_unit[number]
-        stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
+        # Filters of convolutions have one dimension more than in the file.
+        stored = replace(
+            unit.stored,
+            shape=unit.tensor.shape,
+            offset=len(self._headers[shard]) + self._offsets[number],
+        )
         return read_canonical_tensor(
             # Without views, which must be within the file: it may be incomplete.
             file=TensorFile(SourceFile(folder / self._names[shard]), {}),
@@ -230,8 +235,10 @@ class GgufEncoder(ShardedEncoder[_Written]):
         stored = unit.stored
         # A tensor of all experts, [E, O, I] or their biases [E, O], arrives one expert at a time.
         shape = stored.shape if unit.tensor.stacked is None else stored.shape[1:]
-        if unit.tensor.places[part].rearranged:
-            value = rearrange(value, unit.tensor.places[part])
+        places = unit.tensor.places
+        # Tensors that the config determines have none.
+        if places and places[part].rearranged:
+            value = rearrange(value, places[part])
         if isinstance(value, QuantTensor):
             blocks = CODED_TYPES[stored.type].encode(value)
             if isinstance(blocks, Reason):

@@ -233,7 +233,7 @@ def test_a_type_means_what_gguf_says(
 
 
 @pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q4_0, Ggml.Q4_1])
-@pytest.mark.parametrize("case", ["phi3", "mixtral"])
+@pytest.mark.parametrize("case", ["phi3", "mixtral", "qwen3-5", "qwen3-next"])
 def test_a_part_is_what_it_is_of_the_whole(case: str, kind: Ggml, tmp_path: Path) -> None:
     family, changes = CASES[case]
     _, path = _made(tmp_path, family, {"": kind}, **changes, intermediate_size=128)
@@ -248,6 +248,85 @@ def test_a_part_is_what_it_is_of_the_whole(case: str, kind: Ggml, tmp_path: Path
         whole = found.load(name)
         for part in parts:
             assert torch.equal(_floats(found.load(name, part)), _floats(part.of_weight(whole)))
+
+
+@pytest.mark.parametrize("kind", [Ggml.Q8_0, Ggml.Q4_0])
+@pytest.mark.parametrize("case", ["qwen3-5", "qwen3-next"])
+def test_codes_of_delta_rules_are_put_in_the_order_of_folders(
+    case: str, kind: Ggml, tmp_path: Path
+) -> None:
+    family, changes = CASES[case]
+    source, path = _made(tmp_path, family, {"": kind}, **changes)
+    found = _opened(path)
+    names = [
+        name
+        for name in source.names()
+        if ".linear_attn." in name and name.removesuffix(".weight") in linear_columns(source.config)
+    ]
+    assert len(names) == 2 * (3 if case == "qwen3-5" else 2)
+    for name in names:
+        value, before = found.load(name), source.load(name)
+        assert isinstance(value, QuantTensor)
+        step = before.abs().max() / (7 if kind is Ggml.Q4_0 else 127)
+        assert (_floats(value) - before).abs().max() <= step
+        rows = found.info(name).shape[0]
+        assert found.count_stored_bytes(name) == rows * GgmlType[kind.name].row_bytes(
+            value.shape[1]
+        )
+
+
+def _require_floats(found: GgufCheckpoint, source: Any, name: str) -> None:
+    """Require that a weight is read as floats, although it is stored in codes of 8 bits."""
+    value, before = found.load(name), source.load(name)
+    assert found.info(name).scheme is None
+    assert isinstance(value, Tensor)
+    assert (value.float() - before).abs().max() <= before.abs().max() / 64
+
+
+def test_blocks_that_several_value_heads_share_are_read_as_floats(tmp_path: Path) -> None:
+    family, changes = CASES["qwen3-5"]
+    small_heads = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    source, path = _made(tmp_path, family, {"": Ggml.Q8_0}, **{**changes, **small_heads})
+    found = _opened(path)
+    prefix = "model.layers.0.linear_attn."
+    _require_floats(found, source, prefix + "out_proj.weight")
+    # Rows are complete, whatever their size.
+    assert found.info(prefix + "in_proj_qkv.weight").scheme is not None
+
+
+@pytest.mark.parametrize("gates", [Ggml.Q4_0, Ggml.F16])
+def test_a_linear_in_two_types_is_read_as_floats(gates: Ggml, tmp_path: Path) -> None:
+    family, changes = CASES["qwen3-next"]
+    types = {"": Ggml.Q8_0, "blk.0.attn_gate.weight": gates}
+    source, path = _made(tmp_path, family, types, **changes)
+    found = _opened(path)
+    name = "model.layers.{}.linear_attn.in_proj_qkvz.weight"
+    assert found.info(name.format(0)).scheme is None
+    assert found.info(name.format(2)).scheme is not None
+    value, before = found.load(name.format(0)), source.load(name.format(0))
+    step = before.abs().max() / 7
+    assert (value - before).abs().max() <= step
+    assert value.dtype == found.info(name.format(0)).dtype.torch
+
+
+def test_layers_for_prediction_are_left_out_with_a_note(tmp_path: Path) -> None:
+    family, changes = CASES["qwen3-5"]
+    source, tensors = _source(json.dumps([family, changes]))
+    layers = source.config.num_layers
+    predicting = {
+        name.replace("blk.1.", f"blk.{layers}."): values
+        for name, values in tensors.items()
+        if name.startswith("blk.1.")
+    }
+    metadata = build_metadata(source.config) | _ENDS
+    metadata["qwen35.attention.recurrent_layers"] += [False]
+    metadata |= {"qwen35.block_count": layers + 1, "qwen35.nextn_predict_layers": 1}
+    path = gguf_files.write(tmp_path / "model.gguf", metadata, {**tensors, **predicting})
+    found = _opened(path)
+    assert found.names() == source.names()
+    assert found.config.differences(source.config) == []
+    (note,) = found.notes
+    assert f" {len(predicting)} " in note
 
 
 def test_columns_may_cut_groups_as_those_of_any_weight(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ FAMILIES = [
     "gpt-oss",
     "cohere2",
     "hunyuan-dense",
+    "lfm2-moe",
+    "qwen3-5",
+    "qwen3-next",
 ]
 
 
@@ -53,13 +56,17 @@ def config_of(case: str, **changes: Any) -> ModelConfig:
         "vocab_size": 96,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": len(settings.get("layer_types", range(2))),
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,
         "model_type": kind,
         "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
         "head_dim": 32,
         "num_experts_per_tok": 2,
+        # Of delta rules: codes of such heads can be put in another order.
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
     }
     return config_from_hf({**ENDS, **settings, **sizes, **changes}, "config.json")
 
@@ -88,7 +95,8 @@ def values_of(
 
 def planned(config: ModelConfig, values: dict[str, Tensor | QuantTensor]) -> list[TensorSpec]:
     found = []
-    for name in (name for tensor in gguf_tensors(config) for name in tensor.parts):
+    # Each once: a linear of Qwen3-Next is two tensors.
+    for name in dict.fromkeys(name for tensor in gguf_tensors(config) for name in tensor.parts):
         value = values[name]
         if isinstance(value, QuantTensor):
             found.append(TensorSpec(name, value.shape, DType.FLOAT16, value.scheme))
