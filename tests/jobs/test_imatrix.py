@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import oracle
 import pytest
 import torch
 from command import Capture, run
+from gguf_config_cases import DELTA
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.calibration.importance import importance_of
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.files.imatrix_io import read_imatrix
+from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.quantize.imatrix import importance_from
+from quantkit.text.tokenizer import load_tokenizer
 
 TEXT: dict[str, Any] = {
     "calibration": ["A whole book of words, and of other words. " * 200],
@@ -95,6 +102,28 @@ def test_both_forms_hold_the_mean_squares_that_transformers_has(
     assert metadata["general.type"] == "imatrix"
     assert (metadata["imatrix.chunk_count"], metadata["imatrix.chunk_size"]) == (4, 32)
     assert metadata["imatrix.datasets"] == ["text"]
+
+
+def test_inputs_of_delta_rules_are_in_the_order_of_files(demo_model: Path, tmp_path: Path) -> None:
+    """Value heads take turns by key head there; reading puts them back."""
+    vocabulary = load_tokenizer(demo_model).vocab_size
+    model = oracle.make("qwen3_5_text", vocab_size=vocabulary, **DELTA)
+    folder = oracle.save(model, tmp_path / "source")
+    shutil.copyfile(demo_model / "tokenizer.model", folder / "tokenizer.model")
+    source = open_checkpoint(folder)
+    delta = source.config.gated_delta
+    assert delta is not None
+    assert delta.value_heads > delta.key_heads > 1
+    path = quantkit.imatrix(source.path, tmp_path / "matrix.gguf", **TEXT).path
+    entry = read_imatrix(path).entries["blk.0.ssm_out.weight"]
+    stored = entry.means.flatten()
+    found = importance_from(path, source)["model.layers.0.linear_attn.out_proj"]
+    heads = stored.view(-1, delta.key_heads, delta.value_dim)
+    expected = heads.swapaxes(0, 1).reshape(-1)
+    assert not torch.equal(stored, expected)
+    weights = importance_of(expected, entry.counts.item())
+    assert weights is not None
+    assert torch.equal(found, weights)
 
 
 @pytest.mark.slow

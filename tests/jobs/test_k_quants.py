@@ -16,10 +16,13 @@ import numpy as np
 import oracle
 import pytest
 from command import Capture, run
+from config_cases import config_keys
+from gguf_config_cases import CASES
 from partial import interrupted
 from vocabularies import train
 
 import quantkit
+from quantkit.architectures.families import config_from_hf
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.files.gguf_types import FILE_TYPES
 from quantkit.formats.checkpoint import schemes
@@ -115,6 +118,16 @@ def test_some_layers_have_more_bits(layers: int, wide: Path) -> None:
         for name in ("self_attn.v_proj", "mlp.down_proj")
     ]
     assert found == {*own, "lm_head"}
+
+
+@pytest.mark.parametrize("case", ["qwen3-5", "qwen3-next"])
+def test_mixes_do_not_name_delta_rules(case: str) -> None:
+    """They keep their floats, as with other schemes, though `attn_qkv` has more bits in mixes."""
+    kind, changes = CASES[case]
+    config = config_from_hf(config_keys(kind, **changes), "config.json")
+    recipe = MixRules(MIXES["q5_k_m"], config).recipe()
+    assert not [one.pattern for one in recipe.overrides if "linear_attn" in one.pattern]
+    assert [one.pattern for one in recipe.overrides if "down_proj" in one.pattern]
 
 
 def test_the_file_holds_what_was_solved(solved: Path, wide: Path) -> None:
