@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from quantkit.architectures.names import GGUF_NAMES
 from quantkit.base.json_values import format_value
 from quantkit.doctor import text
 from quantkit.doctor.findings import Finding, finding
@@ -106,10 +107,16 @@ def _check_keys(metadata: Mapping[str, Any], architecture: str, location: str) -
 def _check_tensors(
     metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]
 ) -> Iterator[Finding]:
-    has_equal_blocks = architecture in (*sharing_families(), *_ALSO_EVEN)
+    has_equal_blocks = architecture in _ALSO_EVEN
     required_names = ["token_embd.weight"]
     if has_equal_blocks:
-        required_names.append("output_norm.weight")
+        required_names.append(f"{GGUF_NAMES['norm']}.weight")
+    for family in sharing_families().get(architecture, ()):
+        if family.gguf is not None:
+            has_equal_blocks = not family.gguf.uneven
+            norm = family.gguf.names.get("norm", GGUF_NAMES["norm"])
+            required_names.append(f"{norm}.weight")
+    required_names = list(dict.fromkeys(required_names))
     for name in required_names:
         if name not in tensors:
             yield finding("missing-tensor", name, "not in the file")

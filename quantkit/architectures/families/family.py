@@ -96,6 +96,7 @@ class GgufArchitecture:
         tied: True if the head always is the embedding, False if it never is, None if files without
             a head exist.
         full_width: whether the widths of all heads must add up to the hidden size.
+        uneven: whether the layers of a model differ in their tensors.
         layer_without_kv: the name in ``layer_types`` of layers without KV heads, which have another
             mixer; files list the KV heads of each layer then. None if all layers have attention.
         wide_scale_layers: the number of layers at which attention is scaled by the hidden size over
@@ -127,6 +128,7 @@ class GgufArchitecture:
     dense_too: bool = False
     tied: bool | None = None
     full_width: bool = False
+    uneven: bool = False
     layer_without_kv: str | None = None
     wide_scale_layers: int | None = None
     eps_key: str = RMS_EPS

@@ -217,6 +217,7 @@ _LFM2_GGUF = GgufArchitecture(
     "lfm2",
     keys=(_GGUF_SIZE,),
     names={"norm": "token_embd_norm"},
+    uneven=True,
     layer_without_kv=_CONVOLUTION,
     full_width=True,
     read=_read_gguf,

@@ -207,6 +207,7 @@ _LLAMA4_GGUF = GgufArchitecture(
     rope_freqs=True,
     normalized=False,
     dense_layers=True,
+    uneven=True,
     read=_read_gguf,
     write=lambda config: {_GGUF_STEP: _find_step(config)},
     refused={

@@ -296,6 +296,7 @@ _QWEN3_5_GGUF = GgufArchitecture(
     keys=(*_GGUF_KEYS, _GGUF_SECTIONS),
     names={"mlp.norm": "blk.{layer}.post_attention_norm"},
     partial_rotary=True,
+    uneven=True,
     parts=_tile_value_heads,
     read=_read_gguf_with_sections,
     write=_write_gguf_with_sections,
