@@ -457,6 +457,7 @@ _OF_DELTA: dict[str, tuple[dict[str, Any], str]] = {
     "sizes": ({"ssm__inner_size": 96}, "inner_size"),
     "layers": ({"attention__recurrent_layers": [True, False]}, "recurrent_layers"),
     "flags": ({"attention__recurrent_layers": [2, 0, 1]}, "recurrent_layers"),
+    "lists": ({"attention__recurrent_layers": [[], 0, 1]}, "recurrent_layers"),
     "heads": ({"ssm__time_step_rank": 0}, "time_step_rank"),
     "no-size": ({"ssm__state_size": None}, "state_size"),
     "predicted": ({"nextn_predict_layers": 3}, "nextn_predict_layers"),

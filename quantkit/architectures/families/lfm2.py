@@ -205,11 +205,11 @@ def _write_gguf_moe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _has_biased_convolution(config: ModelConfig) -> bool:
+def _has_biases(config: ModelConfig) -> bool:
     return config.short_conv is not None and config.short_conv.bias
 
 
-def _has_short_convolution(config: ModelConfig) -> bool:
+def _convolves_one_token(config: ModelConfig) -> bool:
     return config.short_conv is not None and config.short_conv.size == 1
 
 
@@ -223,9 +223,9 @@ _LFM2_GGUF = GgufArchitecture(
     read=_read_gguf,
     write=_write_gguf,
     refused={
-        "biases of convolutions": _has_biased_convolution,
+        "biases of convolutions": _has_biases,
         # llama.cpp ends the process.
-        "convolutions of one token": _has_short_convolution,
+        "convolutions of one token": _convolves_one_token,
     },
 )
 _LFM2_MOE_GGUF = replace(

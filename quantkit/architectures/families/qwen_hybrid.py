@@ -6,6 +6,7 @@ Its description is the code of transformers.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -172,7 +173,8 @@ def _read_recurrent(gguf: Settings) -> list[bool]:
             interval = gguf.integer(_GGUF_INTERVAL, 1, Limits.layers)
         return [(layer + 1) % interval != 0 for layer in range(count)]
     flags = gguf.values[_GGUF_RECURRENT]
-    if not isinstance(flags, list) or len(flags) != blocks or not set(flags) <= {0, 1}:
+    is_list = isinstance(flags, list) and len(flags) == blocks
+    if not is_list or not all(flag in (0, 1) for flag in flags):
         raise CheckpointError(
             f"{gguf.name}.{_GGUF_RECURRENT} does not match the layers",
             path=gguf.path,
@@ -278,17 +280,18 @@ def _divide_joined_linear(config: ModelConfig) -> dict[str, tuple[StoredPart, ..
     delta = config.gated_delta
     assert delta is not None
     values = delta.value_heads // delta.key_heads * delta.value_dim
+    # Of each key head: queries, keys, values and gates.
+    sizes = [delta.key_dim, delta.key_dim, values, values]
     rows_by_part: list[list[tuple[int, int]]] = [[], [], [], []]
     row = 0
     for _ in range(delta.key_heads):
-        for rows, size in zip(
-            rows_by_part, (delta.key_dim, delta.key_dim, values, values), strict=True
-        ):
+        for rows, size in zip(rows_by_part, sizes, strict=True):
             rows.append((row, row + size))
             row += size
-    queries, keys_, head_values, gates = rows_by_part
-    channels = StoredPart(_GGUF_CHANNELS, tuple(queries + keys_ + head_values))
-    return {"gated_delta.qkvz": (channels, StoredPart(_GGUF_GATES, tuple(gates)))}
+    *rows_of_channels, rows_of_gates = rows_by_part
+    channels = StoredPart(_GGUF_CHANNELS, tuple(itertools.chain(*rows_of_channels)))
+    gates = StoredPart(_GGUF_GATES, tuple(rows_of_gates))
+    return {"gated_delta.qkvz": (channels, gates)}
 
 
 _QWEN3_5_GGUF = GgufArchitecture(

@@ -134,7 +134,7 @@ def test_a_file_of_the_converter_is_the_model_that_it_was_made_of(
 
 
 @pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q8_0])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen2-tied", "gemma3"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen2-tied", "gemma3", "lfm2", "qwen3-5"])
 def test_queries_keys_and_values_may_be_one_tensor(case: str, kind: Ggml, tmp_path: Path) -> None:
     """llama.cpp loads such files of every architecture, whatever the converter writes by
     default.
