@@ -11,6 +11,7 @@ from dataclasses import replace
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.families.family import Ranges
+from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.codec import Weight
 from quantkit.formats.gguf.names import get_norm_offset, stores_decay_rates
 from quantkit.tensors.dtypes import DType
@@ -35,13 +36,22 @@ def encode_values(config: ModelConfig, tensor: DiskTensor, value: torch.Tensor) 
     return value
 
 
-def decode_values(config: ModelConfig, tensor: DiskTensor, stored: torch.Tensor) -> torch.Tensor:
-    """Compute canonical values from those that a file stores, in the stored dtype."""
+def decode_values(
+    config: ModelConfig, tensor: DiskTensor, stored: torch.Tensor, path: object
+) -> torch.Tensor:
+    """Compute canonical values from those that a file stores, in the stored dtype. Raises
+    `CheckpointError` for a rate with which states would grow.
+    """
     offset = get_norm_offset(config, tensor)
     if offset:
         # In float32, so that the difference is rounded once.
         return (stored.float() - offset).to(stored.dtype)
     if stores_decay_rates(tensor):
+        # NaN fails the comparison.
+        if not (stored <= 0).all():
+            raise CheckpointError(
+                f"tensor '{tensor.name}' has a rate of decay above 0", path=str(path)
+            )
         return _compute_logarithms(-stored.double()).to(stored.dtype)
     return stored
 

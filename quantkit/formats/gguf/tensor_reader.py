@@ -33,12 +33,15 @@ def read_canonical_tensor(
     Args:
         view: where the data of the GGUF tensor is in `file`, see `view_of`.
         kind, spec: how the GGUF tensor is stored, and as what it is read.
+
+    Raises:
+        CheckpointError: see `decode_values`.
     """
     if place.rearranged:
         place = Place(place.name, tensor.shape)
     if kind in FLOATS:
         floats = read_floats(file, view, tensor, place, part)
-        return decode_values(config, tensor, floats)
+        return decode_values(config, tensor, floats, file.path)
     rows = GgmlRows(
         file=file, view=view, type=kind, coded=spec.scheme is not None, dtype=spec.dtype
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from config_cases import config_keys
+from error_parts import raises
 from gguf_config_cases import CASES
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.families import config_from_hf
+from quantkit.errors import CheckpointError
 from quantkit.formats.gguf.names import gguf_tensors
 from quantkit.formats.gguf.stored_form import (
     can_move_columns,
@@ -50,7 +54,7 @@ def test_logarithms_of_16_bits_come_back_exactly(dtype: torch.dtype) -> None:
     # Another writer's exponential may differ in its last bit.
     nudged = torch.nextafter(stored, torch.zeros(()))
     for rates in (stored, nudged):
-        decoded = decode_values(config, tensor, rates)
+        decoded = decode_values(config, tensor, rates, "a.gguf")
         assert decoded.dtype == torch.float32
         assert torch.equal(decoded, logarithms.float())
 
@@ -59,7 +63,8 @@ def test_logarithms_of_32_bits_come_back_as_the_same_rates() -> None:
     config = _config()
     tensor = _tensor(config, _LOG_RATES)
     logarithms = _uniform(-6, 4, 2000)
-    decoded = decode_values(config, tensor, encode_values(config, tensor, logarithms))
+    stored = encode_values(config, tensor, logarithms)
+    decoded = decode_values(config, tensor, stored, "a.gguf")
     assert not torch.equal(decoded, logarithms)
     name = "model.layers.0.linear_attn.A_log"
     assert same_in_gguf(config, name, logarithms, decoded, ())
@@ -69,6 +74,14 @@ def test_logarithms_of_32_bits_come_back_as_the_same_rates() -> None:
     assert not same_rates(logarithms, torch.full_like(logarithms, float("nan")))
     assert not same_rates(logarithms, logarithms[:5])
     assert same_rates(logarithms, logarithms.bfloat16().float(), [DType.BFLOAT16])
+
+
+@pytest.mark.parametrize("rate", [0.5, float("nan")])
+def test_rates_with_which_states_would_grow_are_refused(rate: float) -> None:
+    config = _config()
+    tensor = _tensor(config, _LOG_RATES)
+    with raises(CheckpointError, _LOG_RATES, path=Path("a.gguf")):
+        decode_values(config, tensor, torch.tensor([-1.0, rate]), "a.gguf")
 
 
 @pytest.mark.parametrize(
