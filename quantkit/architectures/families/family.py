@@ -106,6 +106,8 @@ class GgufArchitecture:
         one_rotary_base: whether layers with a window use the base of the others.
         parts: by role, the tensors that store the canonical one, if they are several or have other
             orders of rows or columns.
+        older_names: by role, the modules of older files, which store the canonical tensor as it is;
+            llama.cpp loads them too.
         refused: features that llama.cpp does not compute, by their description in errors.
         read: keys of config.json that follow from a file's own keys and the size of its heads.
         write: keys that only this architecture has, without its name, from a config that is not
@@ -135,6 +137,7 @@ class GgufArchitecture:
     multiplies_logits: bool = False
     one_rotary_base: bool = False
     parts: Callable[[ModelConfig], Mapping[str, tuple[StoredPart, ...]]] = lambda config: {}
+    older_names: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
     read: Callable[[Settings, int], dict[str, Any]] = lambda keys, head_dim: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}

@@ -330,6 +330,7 @@ _QWEN3_NEXT_GGUF = replace(
     keys=(*_GGUF_KEYS, *_EXPERTS_GGUF_KEYS),
     names={**_QWEN3_5_GGUF.names, "gated_delta.qkvz": _GGUF_CHANNELS},
     parts=_divide_joined_linear,
+    older_names={"gated_delta.qkvz": "blk.{layer}.ssm_in"},
     read=_read_gguf,
     write=_write_gguf,
 )

@@ -113,7 +113,9 @@ class GgufCheckpoint:
         if padding_ids and padding_ids[0] < config.vocab_size:
             pad_token_id = padding_ids[0]
         self.extra_config: Mapping[str, Any] = {"pad_token_id": pad_token_id}
-        tensors = gguf_tensors(config, merged_qkv=has_merged_qkv(config, self._stored))
+        tensors = gguf_tensors(
+            config, merged_qkv=has_merged_qkv(config, self._stored), stored=self._stored
+        )
         self._disk: dict[str, DiskTensor] = {}
         for tensor in tensors:
             self._disk[tensor.name] = tensor

@@ -71,7 +71,9 @@ def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
     return family.gguf
 
 
-def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskTensor]:
+def gguf_tensors(
+    config: ModelConfig, *, merged_qkv: bool = False, stored: Collection[str] = ()
+) -> list[DiskTensor]:
     """List the tensors of a model's file in the order of writing, with the canonical ones that
     each of them stores.
 
@@ -81,6 +83,7 @@ def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskT
     Args:
         merged_qkv: whether queries, keys and values are one tensor, as llama.cpp accepts of every
             architecture.
+        stored: the names of an existing file's tensors, which may be older ones.
     """
     architecture = gguf_architecture(config)
     if merged_qkv:
@@ -99,6 +102,11 @@ def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskT
     disk_tensors = []
     for tensor in whole_tensors:
         parameter = parameter_by_name[tensor.name]
+        older_module = architecture.older_names.get(parameter.role, "")
+        older_name = f"{older_module.format(layer=parameter.layer)}.{parameter.leaf}"
+        if older_name in stored:
+            disk_tensors.append(replace(tensor, name=older_name))
+            continue
         disk_tensors += _divide(tensor, parameter, parts_by_role.get(parameter.role, ()))
     # llama.cpp requires a head of these architectures, so a tied embedding is written twice.
     if config.tied_embeddings and architecture.tied is False:

@@ -309,6 +309,25 @@ def test_a_linear_in_two_types_is_read_as_floats(gates: Ggml, tmp_path: Path) ->
     assert value.dtype == found.info(name.format(0)).dtype.torch
 
 
+@pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q8_0])
+def test_older_files_have_the_joined_linear_of_delta_rules(kind: Ggml, tmp_path: Path) -> None:
+    family, changes = CASES["qwen3-next"]
+    source, tensors = _source(json.dumps([family, changes]))
+    tensors = dict(tensors)
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    for part in ("attn_qkv", "attn_gate"):
+        del tensors[f"blk.0.{part}.weight"]
+    tensors["blk.0.ssm_in.weight"] = source.load(name).numpy()
+    metadata = build_metadata(source.config) | _ENDS
+    types = {"blk.0.ssm_in.weight": kind}
+    found = _opened(gguf_files.write(tmp_path / "model.gguf", metadata, tensors, types))
+    assert found.names() == source.names()
+    before = source.load(name)
+    assert (found.info(name).scheme is None) == (kind is Ggml.F32)
+    difference = (_floats(found.load(name)) - before).abs().max()
+    assert difference <= before.abs().max() / 127 * (kind is Ggml.Q8_0)
+
+
 def test_layers_for_prediction_are_left_out_with_a_note(tmp_path: Path) -> None:
     family, changes = CASES["qwen3-5"]
     source, tensors = _source(json.dumps([family, changes]))
