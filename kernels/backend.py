@@ -77,19 +77,28 @@ class RoutedExperts:
 
     Attributes:
         router, router_bias: [E, D] in the model's dtype, and [E] in float32 or None.
+        score_correction: float32 [E], added to scores for the choice of experts only; or None.
         gate_up, down: stacked.
+        latent_in, latent_out: from hidden states to those that experts see, and back; or None.
         shared_gate: float32 [1, D], of the shared experts, or None.
         per_token: experts of a token.
-        normalized: whether the weights of a token's experts are scaled to sum to 1.
+        scores, normalized, normalization_eps, scaling, weighted_inputs: as of `ExpertsConfig`.
     """
 
     router: Tensor
     router_bias: Tensor | None
+    score_correction: Tensor | None
     gate_up: PreparedLinear
     down: PreparedLinear
+    latent_in: PreparedLinear | None
+    latent_out: PreparedLinear | None
     shared_gate: Tensor | None
     per_token: int
+    scores: str
     normalized: bool
+    normalization_eps: float
+    scaling: float
+    weighted_inputs: bool
 
 
 @dataclass(frozen=True)
@@ -189,15 +198,15 @@ class BlockWeights:
     offset.
 
     Attributes:
-        input_norm, mlp_norm: before the mixer and the feed-forward; the others with "output" after
-            them.
+        input_norm, mlp_norm: before the mixer and the feed-forward, the same one if these are
+            parallel; the others with "output" after them.
         gate_up, down: of the feed-forward, or of the shared experts; without either, `gate_up` is
-            empty. Linears that share an input are one if they are fused; otherwise each is by
-            itself, in this order.
+            empty, and without a gate it is the other linear alone. Linears that share an input are
+            one if they are fused; otherwise each is by itself, in this order.
     """
 
     input_norm: Tensor | None
-    mixer: MixerWeights
+    mixer: MixerWeights | None
     mixer_output_norm: Tensor | None
     mlp_norm: Tensor | None
     gate_up: tuple[PreparedLinear, ...]
@@ -214,16 +223,20 @@ class BlockSettings:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    chunk: int | None
     rotary: bool
     attention_scale: float | None
     attention_softcap: float | None
     clip_qkv: float | None
     attention_gate: bool
+    qk_norm_after_rotary: bool
     activation: str
     activation_limit: float | None
     activation_alpha: float
     norm_eps: float
+    centered_norms: bool
     residual_multiplier: float
+    parallel_branches: bool
 
 
 @dataclass(frozen=True)
@@ -233,7 +246,7 @@ class BlockStep:
     Attributes:
         positions: rising in each sequence, [T] or [B, T].
         slots: of the sequences in the cache, [B]; None is 0, 1, 2, ...
-        query_scale: factors of queries, float32 [T] or [B, T], or None.
+        query_scales: of each layer factors of queries, float32 [T] or [B, T], or None.
         is_prefill: the tokens see nothing in the cache yet.
         angles: of each layer cosine and sine, float32 [T, R] or [B, T, R], for the first R
             dimensions of a head.
@@ -243,7 +256,7 @@ class BlockStep:
 
     positions: Tensor
     slots: Tensor | None
-    query_scale: Tensor | None
+    query_scales: Sequence[Tensor | None]
     is_prefill: bool
     angles: Sequence[tuple[Tensor, Tensor]]
     cached: Sequence[tuple[CachedRows, CachedRows] | tuple[Tensor, ...]] | None
@@ -261,8 +274,9 @@ class BlockKernel:
         prepare: converts the blocks of a model, once, at load, for hidden states of a dtype;
             returns None if it does not support one of them.
         features: what it supports besides RMS norms before both branches, rotary grouped-query
-            attention and SwiGLU: names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig`
-            that may differ from their defaults. Models with other features run without it.
+            attention and SwiGLU: names of fields of `ModelConfig`, `LayerConfig`, `RopeConfig` and
+            `ExpertsConfig` that may differ from their defaults. Models with other features run
+            without it.
         dtype: of hidden states; None is the model's.
         max_tokens: largest supported B * T of a step; None is any number.
         needs_cache: it supports only steps over a cache.
@@ -307,6 +321,8 @@ class ExpertKernel:
             each one's gate and up side by side, and down, both stacked, the activation and its
             limit as in `ModelConfig`: the weighted sums [N, D] in the dtype of the rows.
         takes_floats: whether it also takes weights of floats, as `PreparedLinear` has them.
+        takes_ungated: whether it also takes experts without gates, whose only first linear is in
+            the place of gate and up.
     """
 
     stack: Callable[[list[Tensor]], Tensor]
@@ -314,6 +330,7 @@ class ExpertKernel:
         [Tensor, Tensor, Tensor, PreparedLinear, PreparedLinear, str, float | None], Tensor
     ]
     takes_floats: bool = False
+    takes_ungated: bool = False
 
 
 FindLikeliest = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -329,12 +346,13 @@ class StepKernels:
     Attributes:
         rotations: for positions [..., T], frequencies in float32, [P] or [..., 1 or T, P], a scale
             and the head size: cosine and sine, float32 [..., T, Dh]; see `rope.compute_rotations`.
-        rms_norm: for float32 hidden states [..., D], a float32 weight [D] with its offset, and
-            epsilon: the root-mean-square norm (1910.07467).
+        norm: for float32 hidden states [..., D], a float32 weight [D] with its offset, and
+            epsilon: the root-mean-square norm (1910.07467); or, if a flag says so, the centered one
+            (1607.06450).
     """
 
     rotations: Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    norm: Callable[[Tensor, Tensor, float, bool], Tensor]
     find_likeliest: FindLikeliest
 
 

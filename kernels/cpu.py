@@ -50,7 +50,9 @@ BLOCK_FEATURES = frozenset(
         "qk_norm",
         "clip_qkv",
         "window",
+        "chunk",
         "rotary",
+        "query_scale",
         "query_scaling_beta",
         "attention_scale",
         "attention_softcap",
@@ -61,11 +63,23 @@ BLOCK_FEATURES = frozenset(
         "short_conv",
         "gated_delta",
         "mamba2",
+        "feed_forward",
         "norms",
+        "centered_norms",
+        "qk_norm_after_rotary",
+        "parallel_branches",
         "residual_multiplier",
+        "mlp_gate",
         "activation",
         "activation_limit",
         "experts",
+        "score_correction",
+        "float32_router",
+        "scores",
+        "normalization_eps",
+        "scaling",
+        "latent_size",
+        "weighted_inputs",
     }
 )
 
@@ -188,8 +202,8 @@ class CpuBackend(Backend):
             block=BlockKernel(
                 partial(prepare_blocks, operators, exact=self._exact), BLOCK_FEATURES, torch.float32
             ),
-            experts=ExpertKernel(operators.stack, experts, takes_floats=True),
-            step=StepKernels(operators.rotations, operators.rms_norm, operators.find_likeliest),
+            experts=ExpertKernel(operators.stack, experts, takes_floats=True, takes_ungated=True),
+            step=StepKernels(operators.rotations, operators.norm, operators.find_likeliest),
             single_threaded=_single_threaded,
         )
 
@@ -249,7 +263,7 @@ def prepare_blocks(
             x,
             blocks.number,
             angles,
-            step.query_scale,
+            step.query_scales,
             step.positions,
             step.slots,
             [] if step.cached is None else _list_cached(step.cached),
@@ -274,7 +288,8 @@ def _list_cached(
                 tensors += part.tensors()
             else:
                 tensors.append(part)
-        layers.append(tensors)
+        # A layer without a mixer caches nothing, and its kernels read nothing.
+        layers.append(tensors or [torch.empty(0)])
     count = max(2, *(len(tensors) for tensors in layers))
     listed: list[Tensor] = []
     for tensors in layers:
@@ -335,42 +350,69 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
     kernels take them.
     """
     mixer = weights.mixer
-    name, mixing = _list_mixer(mixer)
+    name = "none"
+    first_half: list[Tensor | None] = []
+    if mixer is not None:
+        name, mixing = _list_mixer(mixer)
+        first_half = [weights.input_norm, *mixing, weights.mixer_output_norm]
     heads = settings.num_heads, settings.num_kv_heads
     if isinstance(mixer, backend.GatedDeltaWeights):
         heads = mixer.value_heads, mixer.key_heads
     elif isinstance(mixer, backend.Mamba2Weights):
         heads = mixer.heads, mixer.groups
-    inside = [*_list_parts(weights.gate_up, 2), *_extract_weight(weights.down)]
-    # Zero experts per token stand for none; the second setting is then ignored.
-    routing = (0, True)
+    second_half: list[Tensor | None] = []
+    # Zero experts per token stand for none; the other settings are then ignored.
+    routing = (0, False, True, 0.0, 1.0, False)
     experts = weights.experts
     if experts is not None:
         shared = [*_list_parts(weights.gate_up, 1), *_extract_weight(weights.down)]
-        inside = [
+        second_half = [
+            weights.mlp_norm,
             experts.router,
             experts.router_bias,
+            experts.score_correction,
+            *_extract_weight(experts.latent_in),
             *_extract_weight(experts.gate_up),
             *_extract_weight(experts.down),
+            *_extract_weight(experts.latent_out),
             *shared,
             experts.shared_gate,
+            weights.mlp_output_norm,
         ]
-        routing = (experts.per_token, experts.normalized)
+        routing = (
+            experts.per_token,
+            experts.scores == "sigmoid",
+            experts.normalized,
+            experts.normalization_eps,
+            experts.scaling,
+            experts.weighted_inputs,
+        )
+    elif weights.down is not None:
+        second_half = [
+            weights.mlp_norm,
+            *_list_parts(weights.gate_up, 2),
+            *_extract_weight(weights.down),
+            weights.mlp_output_norm,
+        ]
     return (
         name,
-        [weights.input_norm, *mixing, weights.mixer_output_norm],
-        [weights.mlp_norm, *inside, weights.mlp_output_norm],
+        first_half,
+        second_half,
         (
             *heads,
             settings.window or 0,
+            settings.chunk or 0,
             settings.attention_scale,
             settings.attention_softcap,
             settings.clip_qkv,
             settings.attention_gate,
+            settings.qk_norm_after_rotary,
             settings.activation,
             settings.activation_limit,
             settings.norm_eps,
+            settings.centered_norms,
             settings.residual_multiplier,
+            settings.parallel_branches,
             *routing,
         ),
     )

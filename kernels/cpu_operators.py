@@ -192,11 +192,11 @@ class CppOperators:
         self._call("rotations", positions.contiguous(), frequencies, scale, cosine, sine)
         return cosine, sine
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float, is_centered: bool = False) -> Tensor:
         """Compute the norm of float32 rows, see `StepKernels`."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        self._call("rms_norm", x, weight, eps, torch.get_num_threads(), y)
+        self._call("norm", x, weight, eps, is_centered, torch.get_num_threads(), y)
         return y
 
     def find_likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +294,7 @@ class CppOperators:
         x: Tensor,
         blocks: int,
         angles: Sequence[Tensor],
-        query_scale: Tensor | None,
+        query_scales: Sequence[Tensor | None],
         positions: Tensor,
         slots: Tensor | None,
         cached: Sequence[Tensor],
@@ -305,7 +305,8 @@ class CppOperators:
         Args:
             blocks: their number.
             angles: of each block, cosine and sine.
-            query_scale, positions, slots, prefill: see `BlockStep`; `prefill` is its `is_prefill`.
+            query_scales, positions, slots, prefill: see `BlockStep`; `prefill` is its
+                `is_prefill`.
             cached: of each block keys and values, in int8 each with its scales, or as many states;
                 empty without a cache.
         """
@@ -316,14 +317,15 @@ class CppOperators:
             stored = []
             for rows in cached:
                 stored += (rows, None)
-        if len(angles) != 2 * count or len(stored) not in (0, 4 * count):
-            raise RuntimeError(f"expected angles and cached rows of {count} blocks")
+        numbers = len(angles), len(query_scales)
+        if numbers != (2 * count, count) or len(stored) not in (0, 4 * count):
+            raise RuntimeError(f"expected angles, scales and cached rows of {count} blocks")
         self._call(
             "run_blocks",
             pointer,
             x,
             angles,
-            query_scale,
+            query_scales,
             positions,
             slots,
             stored or None,
@@ -454,22 +456,27 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "experts": (*[_View] * 7, _Text, _Optional, _FLAG, _THREADS, _Output),
     "float_linear": (_View, _View, _FLAG, _THREADS, _Output),
     "rotations": (_View, _View, _FLOAT, _View, _View),
-    "rms_norm": (_View, _View, _FLOAT, _THREADS, _Output),
+    "norm": (_View, _View, _FLOAT, _FLAG, _THREADS, _Output),
     "likeliest": (_View, _THREADS, _Output, _Output),
     "add_block": (
         ctypes.c_void_p,
         _Text,
         *[_Views, _INT] * 2,
-        *[_INT] * 3,
+        *[_INT] * 4,
         *[_Optional] * 3,
-        _FLAG,
+        *[_FLAG] * 2,
         _Text,
         _Optional,
-        *[_FLOAT] * 2,
+        _FLOAT,
+        _FLAG,
+        _FLOAT,
+        _FLAG,
         _INT,
         *[_FLAG] * 2,
+        *[_FLOAT] * 2,
+        *[_FLAG] * 2,
     ),
-    "run_blocks": (ctypes.c_void_p, _View, _Views, *[_View] * 3, _Views, _FLAG, _THREADS),
+    "run_blocks": (ctypes.c_void_p, _View, *[_Views] * 2, *[_View] * 2, _Views, _FLAG, _THREADS),
 }
 """What the functions of ``operators.cpp`` that return an error's message take."""
 
@@ -511,7 +518,7 @@ _TRACED: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "run_blocks": (
         (
-            "(Tensor(a!) x, int blocks, Tensor[] angles, Tensor? query_scale, Tensor positions,"
+            "(Tensor(a!) x, int blocks, Tensor[] angles, Tensor?[] query_scales, Tensor positions,"
             " Tensor? slots, Tensor(b!)[] cached, bool prefill) -> ()"
         ),
         lambda *_: None,

@@ -136,7 +136,7 @@ class _Block:
             self._head_norms,
             settings.clip_qkv or 0.0,
             *turn,
-            step.query_scale,
+            step.query_scales[number],
             *places,
             batch,
             *keys,

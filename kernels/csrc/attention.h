@@ -32,9 +32,19 @@ struct Scores {
   }
 };
 
+// What a query sees up to its own position: so many positions with it, or those of its chunk of so many; 0 for all.
+struct Sight {
+  int64_t window, chunk;
+
+  int64_t first(int64_t position) const {
+    if (chunk) return position - position % chunk;
+    return window ? std::max<int64_t>(0, position + 1 - window) : 0;
+  }
+};
+
 struct AttentionShape {
   int64_t batch, heads, kv_heads, tokens, size;  // B, H, K, T, Dh
-  int64_t window;                                // positions seen, the own included; 0 for all
+  Sight sight;
   Scores scores;
   FloatType type;  // of queries and outputs
   int64_t batch_step, head_step, token_step;  // from one query to the next
@@ -195,7 +205,7 @@ inline void attention(const AttentionShape& at, const void* queries, const Cache
   Pool& pool = Pool::instance();
   // The positions of a span that a row sees.
   const auto seen = [&](int64_t row, int64_t span) {
-    const int64_t stop = positions[row] + 1, first = at.window ? std::max<int64_t>(0, stop - at.window) : 0;
+    const int64_t stop = positions[row] + 1, first = at.sight.first(positions[row]);
     return std::pair(std::max(span * kSpan, first), std::min(span * kSpan + kSpan, stop));
   };
   pool.parallel_for(lines * spans, 1, threads, [&](int64_t index) {

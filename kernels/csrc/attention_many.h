@@ -166,7 +166,7 @@ inline void attention_over_cache(const AttentionShape& at, const void* queries, 
   if (long_runs.empty()) return;
   std::vector<KeyRange> seen(at.batch * at.tokens);
   for (size_t row = 0; row < seen.size(); ++row)
-    seen[row] = {at.window ? std::max<int64_t>(0, positions[row] + 1 - at.window) : 0, positions[row] + 1};
+    seen[row] = {at.sight.first(positions[row]), positions[row] + 1};
   const auto of = [&](const CachedRows& rows) {
     return [&](const Run& run, int64_t head, int64_t first, int64_t count, float* scratch) {
       return rows.load((run.slot * at.kv_heads + head) * cache.length + first, count, scratch);

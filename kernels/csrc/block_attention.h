@@ -26,8 +26,10 @@ struct AttentionHalf {
   int64_t query_norm_size, key_norm_size;  // Dh of each head, or of all heads together
   Scores scores;
   float clip;  // queries, keys and values are at most so large, after norms of all heads and before those of each
-  int64_t heads, kv_heads, size, window;  // H, K, Dh; positions seen, 0 for all
-  bool gated;  // whether a gate [Dh] of its mixed values follows each head's queries
+  int64_t heads, kv_heads, size;  // H, K, Dh
+  Sight sight;
+  bool gated;          // whether a gate [Dh] of its mixed values follows each head's queries
+  bool norms_rotated;  // whether norms of each head come after the rotation
 
   int64_t query_step() const { return gated ? 2 * size : size; }  // from one head's queries to the next
   int64_t query_width() const { return heads * query_step(); }
@@ -79,16 +81,17 @@ inline void project_rotated(const AttentionHalf& half, const float* x, const Row
     if (!each_head) norm();
     if (half.clip < std::numeric_limits<float>::infinity())
       for (int64_t i = 0; i < width; ++i) row[i] = limited(row[i], -half.clip, half.clip);
-    if (each_head) norm();
+    if (each_head && !half.norms_rotated) norm();
     const int64_t angle = r % at.angles;
     const float *cosine = at.cosine + angle * at.rotated, *sine = at.sine + angle * at.rotated;
+    for (int64_t h = 0; h < half.heads; ++h) rotate(row + h * half.query_step(), cosine, sine, at.rotated);
+    for (int64_t h = 0; h < half.kv_heads; ++h) rotate(row + queries + h * size, cosine, sine, at.rotated);
+    if (each_head && half.norms_rotated) norm();
+    if (!at.query_scale) return;
     for (int64_t h = 0; h < half.heads; ++h) {
       float* head = row + h * half.query_step();
-      rotate(head, cosine, sine, at.rotated);
-      if (at.query_scale)
-        for (int64_t i = 0; i < size; ++i) head[i] *= at.query_scale[angle];
+      for (int64_t i = 0; i < size; ++i) head[i] *= at.query_scale[angle];
     }
-    for (int64_t h = 0; h < half.kv_heads; ++h) rotate(row + queries + h * size, cosine, sine, at.rotated);
   });
 }
 
@@ -105,13 +108,12 @@ struct NewRows {
 
 // Which of the new rows of its run, counted from the run's first, each row sees.
 inline std::vector<KeyRange> seen_among_new(const std::vector<Run>& runs, const int64_t* positions, int64_t rows,
-                                            int64_t window) {
+                                            const Sight& sight) {
   std::vector<KeyRange> seen(rows);
   for (const Run& run : runs) {
     const int64_t* from = positions + run.first;
     for (int64_t t = 0; t < run.count; ++t) {
-      const int64_t first_seen = window ? from[t] + 1 - window : 0;
-      seen[run.first + t] = {std::lower_bound(from, from + t, first_seen) - from, t + 1};
+      seen[run.first + t] = {std::lower_bound(from, from + t, sight.first(from[t])) - from, t + 1};
     }
   }
   return seen;
@@ -135,11 +137,11 @@ inline void run_attention(const AttentionHalf& half, float* x, const Rows& at, c
         cache->values.store(new_values + r * qkv_width + k * size, row);
       }
     });
-  const AttentionShape shape{at.batch, half.heads, half.kv_heads, at.tokens, size, half.window, half.scores,
+  const AttentionShape shape{at.batch, half.heads, half.kv_heads, at.tokens, size, half.sight, half.scores,
                              FloatType::f32, at.tokens * qkv_width, half.query_step(), qkv_width};
   const std::vector<Run> runs = runs_of(at.slots, at.positions, at.batch, at.tokens);
   if (prefill) {
-    const auto seen = seen_among_new(runs, at.positions, rows, half.window);
+    const auto seen = seen_among_new(runs, at.positions, rows, half.sight);
     attention_of_many(shape, qkv.get(), NewRows{new_keys, qkv_width, size}, NewRows{new_values, qkv_width, size},
                       runs, seen.data(), threads, mixed.get());
   } else {

@@ -15,6 +15,7 @@ namespace quantkit {
 struct Branch {
   const float *input_norm, *output_norm;  // weights [D] of the norms before and after it; null where there is none
   float eps;
+  bool centered;     // whether these norms subtract the mean first
   float multiplier;  // of the output
 };
 
@@ -24,15 +25,27 @@ void each_row(int64_t rows, int threads, const Work& work) {
   Pool::instance().parallel_for(rows, 1, rows > 4 ? threads : 1, work);
 }
 
-// What root-mean-square norms multiply a row by (1910.07467).
-inline float rms_factor(const float* x, int64_t size, float eps) {
-  return 1 / std::sqrt(dot(x, x, size) / static_cast<float>(size) + eps);
+// What a norm subtracts from all values of a row, and what it multiplies the differences by.
+struct NormTerms {
+  float middle, factor;
+};
+
+// Those of a root-mean-square norm (1910.07467), or, centered, of a layer norm (1607.06450).
+inline NormTerms norm_terms(const float* x, int64_t size, float eps, bool centered) {
+  const float count = static_cast<float>(size);
+  const float middle = centered ? total(x, size) / count : 0;
+  const float squares = centered ? squared_distance(x, middle, size) : dot(x, x, size);
+  return {middle, 1 / std::sqrt(squares / count + eps)};
 }
 
-// Root-mean-square norm of one row.
+// The norm of one row.
+inline void norm(const float* x, const float* weight, int64_t size, float eps, bool centered, float* y) {
+  const auto [middle, factor] = norm_terms(x, size, eps, centered);
+  for (int64_t i = 0; i < size; ++i) y[i] = (x[i] - middle) * factor * weight[i];
+}
+
 inline void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* y) {
-  const float factor = rms_factor(x, size, eps);
-  for (int64_t i = 0; i < size; ++i) y[i] = x[i] * factor * weight[i];
+  norm(x, weight, size, eps, false, y);
 }
 
 // What a branch reads of hidden states x [rows, D]: them, or their norms in `scratch` [rows, D].
@@ -40,7 +53,7 @@ inline const float* branch_input(const Branch& branch, const float* x, int64_t r
                                  float* scratch) {
   if (!branch.input_norm) return x;
   each_row(rows, threads, [&](int64_t r) {
-    rms_norm(x + r * hidden, branch.input_norm, hidden, branch.eps, scratch + r * hidden);
+    norm(x + r * hidden, branch.input_norm, hidden, branch.eps, branch.centered, scratch + r * hidden);
   });
   return scratch;
 }
@@ -50,9 +63,13 @@ inline void add_output(const Branch& branch, const float* output, int64_t rows, 
                        float* x) {
   each_row(rows, threads, [&](int64_t r) {
     const float *of = output + r * hidden, *weight = branch.output_norm;
-    float *to = x + r * hidden, factor = branch.multiplier;
-    if (weight) factor *= rms_factor(of, hidden, branch.eps);
-    for (int64_t i = 0; i < hidden; ++i) to[i] += factor * of[i] * (weight ? weight[i] : 1);
+    float *to = x + r * hidden, factor = branch.multiplier, middle = 0;
+    if (weight) {
+      const NormTerms terms = norm_terms(of, hidden, branch.eps, branch.centered);
+      middle = terms.middle;
+      factor *= terms.factor;
+    }
+    for (int64_t i = 0; i < hidden; ++i) to[i] += factor * (of[i] - middle) * (weight ? weight[i] : 1);
   });
 }
 

@@ -23,8 +23,11 @@ struct Router {
   const void* weight;  // [E, D]
   FloatType type;      // of the weight
   const float* bias;   // [E], or null
+  const float* correction;  // [E], of the scores by which experts are chosen, but not of shares (2408.15664); or null
   int64_t experts, per_token;
-  bool normalized;  // the shares of a token's experts add up to 1, rather than those of all
+  bool sigmoid;     // scores are sigmoids of each logit, rather than a softmax
+  bool normalized;  // the scores of a token's experts are divided by their sum
+  float normalization_eps, scaling;  // added to that sum; a factor of all shares
 };
 
 // An expert that a row goes to, and what its output is multiplied by.
@@ -33,11 +36,12 @@ struct Choice {
   float share;
 };
 
-// The experts of each row [rows, per_token] by their shares in the softmax over all, the largest first; of equal ones
-// the lower number first.
+// The experts of each row [rows, per_token] by their scores, the largest first; of equal ones the lower number first.
 inline void route(const Router& router, const float* x, int64_t rows, int64_t columns, int threads, Choice* choices) {
   const int64_t experts = router.experts, per_token = router.per_token;
-  std::vector<float> all(rows * experts);
+  // A softmax has the order of its logits.
+  const bool by_logits = !router.sigmoid && !router.correction;
+  std::vector<float> all(rows * experts), ranks(by_logits ? 0 : rows * experts);
   const FloatRows weight{router.weight, router.type, experts, nullptr};
   float_products(&weight, 1, columns, x, FloatType::f32, rows, threads, all.data(),
                  experts);
@@ -45,25 +49,40 @@ inline void route(const Router& router, const float* x, int64_t rows, int64_t co
     float* logits = all.data() + row * experts;
     if (router.bias)
       for (int64_t e = 0; e < experts; ++e) logits[e] += router.bias[e];
-    const float max = largest(logits, experts);
-    float sum = 0;
-    if (!router.normalized)
-      for (int64_t e = 0; e < experts; ++e) sum += exponential(logits[e] - max);
+    const float max = router.sigmoid ? 0 : largest(logits, experts);
+    // Scores are this, divided by `whole`.
+    const auto numerator = [&](int64_t e) {
+      return router.sigmoid ? 1 / (1 + exponential(-logits[e])) : exponential(logits[e] - max);
+    };
+    float whole = 1;
+    if (!router.sigmoid && (router.correction || router.normalization_eps > 0 || !router.normalized)) {
+      whole = 0;
+      for (int64_t e = 0; e < experts; ++e) whole += numerator(e);
+    }
+    const float* ranked = logits;
+    if (!by_logits) {
+      float* to = ranks.data() + row * experts;
+      for (int64_t e = 0; e < experts; ++e)
+        to[e] = numerator(e) / whole + (router.correction ? router.correction[e] : 0);
+      ranked = to;
+    }
+    float sum = router.normalization_eps * whole;
     Choice* chosen = choices + row * per_token;
     for (int64_t k = 0; k < per_token; ++k) {
       int64_t best = -1;
       for (int64_t e = 0; e < experts; ++e) {
         const bool taken = std::any_of(chosen, chosen + k, [&](const Choice& one) { return one.expert == e; });
-        if (!taken && (best < 0 || logits[e] > logits[best])) best = e;  // NaN is never larger, and never left out
+        if (!taken && (best < 0 || ranked[e] > ranked[best])) best = e;  // NaN is never larger, and never left out
       }
-      chosen[k] = {best, exponential(logits[best] - max)};
-      if (router.normalized) sum += chosen[k].share;
+      chosen[k] = {best, numerator(best)};
+      sum += chosen[k].share;
     }
-    for (int64_t k = 0; k < per_token; ++k) chosen[k].share /= sum;
+    const float divisor = router.normalized ? sum : whole;
+    for (int64_t k = 0; k < per_token; ++k) chosen[k].share = chosen[k].share / divisor * router.scaling;
   });
 }
 
-// A gated feed-forward: rows of the gate above those of what it gates.
+// A feed-forward: rows of the gate, if it has one, above those of what it gates.
 struct Expert {
   Linear gate_up, down;
 };
@@ -73,6 +92,7 @@ struct ExpertRows {
   Expert expert;
   std::vector<int64_t> rows;   // rising
   std::vector<float> factors;  // of what it gives for each
+  std::vector<float> input_factors;  // of each row before it; empty if there are none
 };
 
 // Experts of one shape, one after the other: packed, or floats.
@@ -90,21 +110,22 @@ struct ExpertBank {
   }
 };
 
-// The rows of each chosen expert, in the order of the experts.
+// The rows of each chosen expert, in the order of the experts. Shares multiply what it reads, or what it gives.
 inline std::vector<ExpertRows> grouped(const ExpertBank& bank, const Choice* choices, int64_t rows, int64_t per_token,
-                                       float factor) {
+                                       float factor, bool weighted_inputs = false) {
   std::vector<int64_t> place(bank.count, -1);
   for (int64_t i = 0; i < rows * per_token; ++i) place[choices[i].expert] = 0;
   std::vector<ExpertRows> groups;
   for (int64_t e = 0; e < bank.count; ++e) {
     if (place[e] < 0) continue;
     place[e] = static_cast<int64_t>(groups.size());
-    groups.push_back({bank[e], {}, {}});
+    groups.push_back({bank[e], {}, {}, {}});
   }
   for (int64_t i = 0; i < rows * per_token; ++i) {
     ExpertRows& group = groups[place[choices[i].expert]];
     group.rows.push_back(i / per_token);
-    group.factors.push_back(choices[i].share * factor);
+    group.factors.push_back(weighted_inputs ? factor : choices[i].share * factor);
+    if (weighted_inputs) group.input_factors.push_back(choices[i].share);
   }
   return groups;
 }
@@ -197,8 +218,9 @@ inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gat
   for (const ExpertRows& group : groups) {
     const Linear &wide = group.expert.gate_up, &narrow = group.expert.down;
     const int64_t count = group.rows.size(), before = input_of.size() - 1;
-    // A single row that goes to several becomes integers once.
-    const bool again = before >= 0 && rows == 1 && !wide.of_floats() && wide.at.like(groups[before].expert.gate_up.at);
+    // A single row that goes to several becomes integers once, unless each multiplies it by something else.
+    const bool again = before >= 0 && rows == 1 && !wide.of_floats() && group.input_factors.empty() &&
+                       groups[before].input_factors.empty() && wide.at.like(groups[before].expert.gate_up.at);
     if (!again) inputs.emplace_back(wide, count);
     input_of.push_back(inputs.size() - 1);
     taken.add(again ? 0 : count);
@@ -208,13 +230,22 @@ inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gat
   }
   each_row(taken.count(), threads, [&](int64_t index) {
     const auto [g, token] = taken[index];
-    inputs[input_of[g]].take(x + groups[g].rows[token] * hidden, hidden, token);
+    const float* row = x + groups[g].rows[token] * hidden;
+    thread_local AlignedFloats memory;
+    if (!groups[g].input_factors.empty()) {
+      float* scaled = memory.resize(hidden);
+      for (int64_t i = 0; i < hidden; ++i) scaled[i] = row[i] * groups[g].input_factors[token];
+      row = scaled;
+    }
+    inputs[input_of[g]].take(row, hidden, token);
   });
   const Scratch gates(values.count()), outputs(chosen.count() * hidden);
   std::vector<Product> wide, narrow;
   std::vector<std::vector<std::pair<int64_t, float>>> of_row(rows);  // where its outputs are, and their factors
   for (size_t g = 0; g < groups.size(); ++g) {
-    const auto& [expert, at, factors] = groups[g];
+    const Expert& expert = groups[g].expert;
+    const std::vector<int64_t>& at = groups[g].rows;
+    const std::vector<float>& factors = groups[g].factors;
     const int64_t count = at.size();
     wide.push_back({&expert.gate_up, &inputs[input_of[g]], count, gates.get() + values.first(g)});
     narrow.push_back({&expert.down, &inner[g], count, outputs.get() + chosen.first(g) * hidden});
@@ -224,7 +255,7 @@ inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gat
   each_row(chosen.count(), threads, [&](int64_t index) {
     const auto [g, token] = chosen[index];
     const int64_t width = groups[g].expert.down.at.columns;
-    float* gate = gates.get() + values.first(g) + token * 2 * width;
+    float* gate = gates.get() + values.first(g) + token * gating.parts() * width;
     gated(gating, gate, gate + width, width, gate);
     inner[g].take(gate, width, token);
   });
@@ -235,40 +266,59 @@ inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gat
   });
 }
 
+// Linears from hidden states to the narrower ones that experts see, and from the sum of their outputs back.
+struct Latents {
+  Linear in, out;
+};
+
 // The feed-forward half of a block that has experts.
 struct Experts {
   Branch branch;
   Router router;
+  bool weighted_inputs;  // whether shares multiply what chosen experts read, rather than what they give
   ExpertBank bank;
   Gating gating;
-  std::optional<Expert> shared;  // takes every token
+  std::optional<Latents> latents;
+  std::optional<Expert> shared;  // takes every token, at the width of the hidden states
   const float* shared_gate;      // [D], whose product with a row is the logit of the shared one's share; null is all
 };
 
-// The half, hidden states x [rows, D] in place.
-inline void run_experts(const Experts& half, float* x, int64_t rows, int threads) {
-  const int64_t hidden = half.bank.first.down.at.rows, per_token = half.router.per_token;
-  const bool direct = !half.branch.output_norm;  // each expert's output is added to the hidden states as it comes
+// The half: add to hidden states x [rows, D] what it computes of `source` [rows, D], which may be x.
+inline void run_experts(const Experts& half, const float* source, float* x, int64_t rows, int threads) {
+  const int64_t width = half.bank.first.down.at.rows, per_token = half.router.per_token;
+  const int64_t hidden = half.latents ? half.latents->in.at.columns : width;
+  // Each expert's output is added to the hidden states as it comes.
+  const bool direct = !half.branch.output_norm && !half.latents;
   const float factor = direct ? half.branch.multiplier : 1;
-  const Scratch scratch(std::min(rows, max_rows(per_token)) * hidden);
-  std::vector<Choice> choices(std::min(rows, max_rows(per_token)) * per_token);
-  std::vector<float> output;
-  for (int64_t count; rows > 0; rows -= count, x += count * hidden) {
+  const int64_t most = std::min(rows, max_rows(per_token));
+  const Scratch scratch(most * hidden), latents(half.latents ? most * width : 0);
+  std::vector<Choice> choices(most * per_token);
+  std::vector<float> output, mixed;
+  for (int64_t count; rows > 0; rows -= count, source += count * hidden, x += count * hidden) {
     count = std::min(rows, max_rows(per_token));
-    const float* normed = branch_input(half.branch, x, count, hidden, threads, scratch.get());
+    const float* normed = branch_input(half.branch, source, count, hidden, threads, scratch.get());
     if (normed == x && direct) normed = std::copy_n(x, count * hidden, scratch.get()) - count * hidden;
     route(half.router, normed, count, hidden, threads, choices.data());
-    std::vector<ExpertRows> groups = grouped(half.bank, choices.data(), count, per_token, factor);
+    if (!direct) output.assign(count * hidden, 0);
+    float* to = direct ? x : output.data();
+    std::vector<ExpertRows> groups =
+        grouped(half.bank, choices.data(), count, per_token, factor, half.weighted_inputs);
+    if (half.latents) {
+      matmul(half.latents->in, normed, FloatType::f32, count, threads, latents.get());
+      mixed.assign(count * width, 0);
+      run_grouped(groups, half.gating, latents.get(), width, count, threads, mixed.data());
+      matmul(half.latents->out, mixed.data(), FloatType::f32, count, threads, to, true);
+      groups.clear();
+    }
     if (half.shared) {
-      groups.push_back({*half.shared, std::vector<int64_t>(count), std::vector<float>(count, factor)});
+      groups.push_back({*half.shared, std::vector<int64_t>(count), std::vector<float>(count, factor), {}});
       for (int64_t row = 0; row < count; ++row) {
         groups.back().rows[row] = row;
         if (half.shared_gate)
           groups.back().factors[row] /= 1 + exponential(-dot(normed + row * hidden, half.shared_gate, hidden));
       }
     }
-    if (!direct) output.assign(count * hidden, 0);
-    run_grouped(groups, half.gating, normed, hidden, count, threads, direct ? x : output.data());
+    if (!groups.empty()) run_grouped(groups, half.gating, normed, hidden, count, threads, to);
     if (!direct) add_output(half.branch, output.data(), count, hidden, threads, x);
   }
 }

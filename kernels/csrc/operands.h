@@ -140,7 +140,8 @@ struct AttentionTensors {
   };
 };
 
-// Tensors of the feed-forward half, in this order; the weights of gate and up may be one.
+// Tensors of the feed-forward half, in this order; the weights of gate and up may be one. Without a gate, up is in its
+// place.
 struct FeedForwardTensors {
   enum { input_norm, gate, gate_bias, up, up_bias, down, down_bias, output_norm, count };
 };
@@ -184,16 +185,24 @@ inline Projection listed_projection(const Tensors& tensors, int64_t at, int64_t 
   return projection;
 }
 
-inline Branch checked_branch(const Tensor* input_norm, const Tensor* output_norm, int64_t hidden, double eps,
-                             double multiplier) {
+// What both branches of a block have in common.
+struct BranchSettings {
+  double eps;
+  bool centered;
+  double multiplier;
+};
+
+inline Branch checked_branch(const Tensor* input_norm, const Tensor* output_norm, int64_t hidden,
+                             const BranchSettings& of) {
   return {floats(input_norm, hidden, "input norm"), floats(output_norm, hidden, "output norm"),
-          static_cast<float>(eps), static_cast<float>(multiplier)};
+          static_cast<float>(of.eps), of.centered, static_cast<float>(of.multiplier)};
 }
 
 // The attention half of a block, its weights checked against each other and the hidden states [.., D].
 inline AttentionHalf checked_attention(const Tensors& tensors, int64_t hidden, int64_t heads, int64_t kv_heads,
-                                       int64_t window, std::optional<double> scale, std::optional<double> softcap,
-                                       std::optional<double> clip, bool gated, double eps, double multiplier) {
+                                       const Sight& sight, std::optional<double> scale, std::optional<double> softcap,
+                                       std::optional<double> clip, bool gated, bool norms_rotated,
+                                       const BranchSettings& of) {
   using At = AttentionTensors;
   require(tensors.count == At::count, "attention: ", int64_t{At::count}, " tensors");
   const Projection qkv = listed_projection(tensors, At::query, 3, "queries, keys and values");
@@ -211,13 +220,13 @@ inline AttentionHalf checked_attention(const Tensors& tensors, int64_t hidden, i
   const Tensor *query_norm = tensors[At::query_norm], *key_norm = tensors[At::key_norm];
   const int64_t query_width = normed(query_norm, heads), key_width = normed(key_norm, kv_heads);
   require(!gated || (query_width == size && !clip), "gates go with norms of each head, and without a clip");
-  const Branch branch =
-      checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier);
+  require(!norms_rotated || (query_width == size && key_width == size), "norms after the rotation are of each head");
+  const Branch branch = checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, of);
   const float plain = 1 / std::sqrt(static_cast<float>(size));
   return {branch, qkv, out, floats(query_norm, query_width, "query norm"), floats(key_norm, key_width, "key norm"),
           query_width, key_width, checked_scores(scale.value_or(plain), softcap, tensors[At::sinks], heads),
-          static_cast<float>(clip.value_or(std::numeric_limits<double>::infinity())), heads, kv_heads, size, window,
-          gated};
+          static_cast<float>(clip.value_or(std::numeric_limits<double>::infinity())), heads, kv_heads, size, sight,
+          gated, norms_rotated};
 }
 
 // A convolution's weight [K, C] and its bias.
@@ -233,7 +242,7 @@ struct ShortConvTensors {
   enum { input_norm, in, in_bias, convolution, convolution_bias, out, out_bias, output_norm, count };
 };
 
-inline ShortConvHalf checked_short_conv(const Tensors& tensors, double eps, double multiplier) {
+inline ShortConvHalf checked_short_conv(const Tensors& tensors, const BranchSettings& of) {
   using At = ShortConvTensors;
   require(tensors.count == At::count, "short convolution: ", int64_t{At::count}, " tensors");
   const Projection in = listed_projection(tensors, At::in, 1, "inputs of the convolution");
@@ -241,7 +250,7 @@ inline ShortConvHalf checked_short_conv(const Tensors& tensors, double eps, doub
   const int64_t hidden = in.columns();
   require(in.rows() == 3 * hidden && out.at.columns == hidden && out.at.rows == hidden,
           "weights that do not go together");
-  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier), in,
+  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, of), in,
           checked_convolution(tensors[At::convolution], tensors[At::convolution_bias], hidden), out};
 }
 
@@ -253,8 +262,8 @@ struct DeltaTensors {
   };
 };
 
-inline DeltaHalf checked_gated_delta(const Tensors& tensors, int64_t key_heads, int64_t heads, bool joined, double eps,
-                                     double multiplier) {
+inline DeltaHalf checked_gated_delta(const Tensors& tensors, int64_t key_heads, int64_t heads, bool joined,
+                                     const BranchSettings& of) {
   using At = DeltaTensors;
   require(tensors.count == At::count, "delta rule: ", int64_t{At::count}, " tensors");
   const Projection in = listed_projection(tensors, At::qkv, 4, "inputs of the delta rule");
@@ -267,7 +276,7 @@ inline DeltaHalf checked_gated_delta(const Tensors& tensors, int64_t key_heads, 
           "heads do not divide");
   require(in.rows() == channels + values + 2 * heads && out.at.rows == hidden, "weights that do not go together");
   const int64_t value_size = values / heads, key_size = (channels - values) / (2 * key_heads);
-  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier),
+  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, of),
           in,
           checked_convolution(convolution, nullptr, channels),
           floats(tensors[At::rate_bias], heads, "rate bias"),
@@ -289,7 +298,7 @@ struct Mamba2Tensors {
   };
 };
 
-inline Mamba2Half checked_mamba2(const Tensors& tensors, int64_t heads, int64_t groups, double eps, double multiplier) {
+inline Mamba2Half checked_mamba2(const Tensors& tensors, int64_t heads, int64_t groups, const BranchSettings& of) {
   using At = Mamba2Tensors;
   require(tensors.count == At::count, "Mamba-2: ", int64_t{At::count}, " tensors");
   const Projection in = listed_projection(tensors, At::in, 1, "inputs of Mamba-2");
@@ -302,7 +311,7 @@ inline Mamba2Half checked_mamba2(const Tensors& tensors, int64_t heads, int64_t 
           "heads do not divide");
   require(in.rows() == inner + channels + heads && out.at.rows == hidden, "weights that do not go together");
   const float* limits = floats(*tensors[At::step_limits], 2, "limits of steps");
-  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier),
+  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, of),
           in,
           checked_convolution(tensors[At::convolution], tensors[At::convolution_bias], channels),
           floats(*tensors[At::step_bias], heads, "step bias"),
@@ -322,21 +331,20 @@ inline Gating checked_gating(std::string_view activation, std::optional<double> 
   const float most = static_cast<float>(limit.value_or(std::numeric_limits<double>::infinity()));
   if (activation == "silu") return {Activation::silu, most};
   if (activation == "gelu_tanh") return {Activation::gelu_tanh, most};
+  if (activation == "relu2") return {Activation::relu2, most};
   require(activation == "swiglu_oai", "no such activation: ", activation);
   return {Activation::swiglu_oai, most};
 }
 
-inline FeedForward checked_feed_forward(const Tensors& tensors, int64_t hidden, const Gating& gating, double eps,
-                                        double multiplier) {
+inline FeedForward checked_feed_forward(const Tensors& tensors, int64_t hidden, const Gating& gating,
+                                        const BranchSettings& of) {
   using At = FeedForwardTensors;
   require(tensors.count == At::count, "feed-forward: ", int64_t{At::count}, " tensors");
   const Projection wide = listed_projection(tensors, At::gate, 2, "gate and up");
   const Linear narrow = listed_linear(tensors, At::down, "down");
-  require(wide.columns() == hidden && wide.rows() == 2 * narrow.at.columns && narrow.at.rows == hidden,
+  require(wide.columns() == hidden && wide.rows() == gating.parts() * narrow.at.columns && narrow.at.rows == hidden,
           "weights that do not go together");
-  const Branch branch =
-      checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier);
-  return {branch, wide, narrow, gating};
+  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, of), wide, narrow, gating};
 }
 
 // Weights of one shape, packed [E, bytes] or floats [E, O, I], with the biases [E, O] of all: the first of them, and its
@@ -352,11 +360,11 @@ inline std::pair<Linear, int64_t> stacked_linear(const Tensor& weights, const Te
 }
 
 inline ExpertBank checked_bank(const Tensor& gate_up, const Tensor* gate_up_bias, const Tensor& down,
-                               const Tensor* down_bias, int64_t hidden, bool exact) {
+                               const Tensor* down_bias, int64_t hidden, const Gating& gating, bool exact) {
   const auto [wide, wide_bytes] = stacked_linear(gate_up, gate_up_bias, exact);
   const auto [narrow, narrow_bytes] = stacked_linear(down, down_bias, exact);
   require(gate_up.size(0) == down.size(0) && wide.at.columns == hidden && narrow.at.rows == hidden &&
-              wide.at.rows == 2 * narrow.at.columns,
+              wide.at.rows == gating.parts() * narrow.at.columns,
           "weights that do not go together");
   return {{wide, narrow}, gate_up.size(0), wide_bytes, narrow_bytes};
 }
@@ -373,32 +381,51 @@ inline std::vector<Choice> checked_choices(const Tensor& shares, const Tensor& c
   return choices;
 }
 
-// Tensors of a half of experts, in this order; those of the shared experts may be missing.
+// Tensors of a half of experts, in this order; those of latent states and of the shared experts may be missing.
 struct ExpertTensors {
   enum {
-    input_norm, router, router_bias, gate_up, gate_up_bias, down, down_bias, shared_gate_up, shared_gate_up_bias,
-    shared_down, shared_down_bias, shared_gate, output_norm, count
+    input_norm, router, router_bias, correction, latent_in, latent_in_bias, gate_up, gate_up_bias, down, down_bias,
+    latent_out, latent_out_bias, shared_gate_up, shared_gate_up_bias, shared_down, shared_down_bias, shared_gate,
+    output_norm, count
   };
 };
 
-inline Experts checked_experts(const Tensors& tensors, int64_t hidden, int64_t per_token, bool normalized,
-                               const Gating& gating, double eps, double multiplier) {
+// How a router chooses, see `Router`.
+struct Routing {
+  int64_t per_token;  // 0 where a block has no experts
+  bool sigmoid, normalized;
+  double normalization_eps, scaling;
+  bool weighted_inputs;
+};
+
+inline Experts checked_experts(const Tensors& tensors, int64_t hidden, const Routing& routing, const Gating& gating,
+                               const BranchSettings& of) {
   using At = ExpertTensors;
   require(tensors.count == At::count, "experts: ", int64_t{At::count}, " tensors");
   const Tensor *router = tensors[At::router], *gate_up = tensors[At::gate_up], *down = tensors[At::down];
   require(router && gate_up && down, "experts: no weight");
+  std::optional<Latents> latents;
+  int64_t width = hidden;  // of the states that experts see
+  if (tensors[At::latent_in]) {
+    latents = Latents{listed_linear(tensors, At::latent_in, "latent in"), listed_linear(tensors, At::latent_out, "latent out")};
+    width = latents->in.at.rows;
+    require(latents->in.at.columns == hidden && latents->out.at.rows == hidden && latents->out.at.columns == width,
+            "weights that do not go together");
+  }
   const ExpertBank bank =
-      checked_bank(*gate_up, tensors[At::gate_up_bias], *down, tensors[At::down_bias], hidden, tensors.exact);
-  require(router->numel() == bank.count * hidden && per_token > 0 && per_token <= bank.count,
+      checked_bank(*gate_up, tensors[At::gate_up_bias], *down, tensors[At::down_bias], width, gating, tensors.exact);
+  require(router->numel() == bank.count * hidden && routing.per_token > 0 && routing.per_token <= bank.count,
           "a router that does not go with the experts");
-  Experts half{checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier),
-               {router->data, float_type(router->type),
-                floats(tensors[At::router_bias], bank.count, "router bias"), bank.count, per_token, normalized},
-               bank, gating, std::nullopt, floats(tensors[At::shared_gate], hidden, "shared gate")};
+  Experts half{checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, of),
+               {router->data, float_type(router->type), floats(tensors[At::router_bias], bank.count, "router bias"),
+                floats(tensors[At::correction], bank.count, "correction of scores"), bank.count, routing.per_token,
+                routing.sigmoid, routing.normalized, static_cast<float>(routing.normalization_eps),
+                static_cast<float>(routing.scaling)},
+               routing.weighted_inputs, bank, gating, latents, std::nullopt, floats(tensors[At::shared_gate], hidden, "shared gate")};
   if (!tensors[At::shared_gate_up]) return half;
   const Linear wide = listed_linear(tensors, At::shared_gate_up, "shared gate and up");
   const Linear narrow = listed_linear(tensors, At::shared_down, "shared down");
-  require(wide.at.columns == hidden && wide.at.rows == 2 * narrow.at.columns && narrow.at.rows == hidden,
+  require(wide.at.columns == hidden && wide.at.rows == gating.parts() * narrow.at.columns && narrow.at.rows == hidden,
           "weights that do not go together");
   half.shared = Expert{wide, narrow};
   return half;

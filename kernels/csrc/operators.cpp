@@ -66,10 +66,11 @@ Layout layout_of(const Weight& weight, int64_t rows, int64_t bits, int64_t table
 
 }  // namespace
 
-// A layer's two halves.
+// A layer's two halves, either of which may be missing.
 struct Block {
-  std::variant<AttentionHalf, ShortConvHalf, DeltaHalf, Mamba2Half> mixer;
+  std::variant<std::monostate, AttentionHalf, ShortConvHalf, DeltaHalf, Mamba2Half> mixer;
   int64_t hidden;
+  bool parallel;  // whether the second half reads what the first one reads, rather than what that has added to it
   std::optional<FeedForward> dense;
   std::optional<Experts> experts;
 };
@@ -85,6 +86,8 @@ struct BlockStep {
   bool prefill;
   int threads;
 };
+
+void run_mixer(std::monostate, const Tensor&, const BlockStep&) {}
 
 void run_mixer(const AttentionHalf& half, const Tensor& x, const BlockStep& of) {
   const CheckedStep step = checked_step(x, *of.cosine, *of.sine, of.query_scale, *of.positions, of.slots, of.cached,
@@ -125,6 +128,18 @@ void run_mixer(const Mamba2Half& half, const Tensor& x, const BlockStep& of) {
   const CheckedStep step = checked_rows_of(x, of);
   const auto [tails, matrices] = checked_matrices(of, half.convolution, half.inner() * half.state_size);
   run_mamba2(half, x.as<float>(), step.rows, tails, matrices, of.prefill, of.threads);
+}
+
+// Run both halves on hidden states x.
+void run_block(const Block& block, const Tensor& x, const BlockStep& of) {
+  const int64_t rows = x.size(0) * x.size(1);
+  float* states = x.as<float>();
+  const Scratch before(block.parallel ? x.numel() : 0);
+  if (block.parallel) std::memcpy(before.get(), states, x.numel() * sizeof(float));
+  const float* source = block.parallel ? before.get() : states;
+  std::visit([&](const auto& half) { run_mixer(half, x, of); }, block.mixer);
+  if (block.dense) run_feed_forward(*block.dense, source, states, rows, of.threads);
+  if (block.experts) run_experts(*block.experts, source, states, rows, of.threads);
 }
 
 }  // namespace quantkit
@@ -205,7 +220,7 @@ QUANTKIT_EXPORT const char* quantkit_cached_attention(const Tensor* queries, con
     require(queries->dims == 4, "queries: [B, H, T, Dh]");
     const Cache cache = checked_cache(*keys, key_scales, *values, value_scales);
     const int64_t heads = queries->size(1), tokens = queries->size(2), size = queries->size(3);
-    const AttentionShape at{queries->size(0), heads, keys->size(1), tokens, size, window,
+    const AttentionShape at{queries->size(0), heads, keys->size(1), tokens, size, Sight{window, 0},
                             checked_scores(scale, given(softcap), sinks, heads), float_type(queries->type),
                             heads * tokens * size, tokens * size, size};
     require(keys->size(3) == size && at.kv_heads > 0 && at.heads % at.kv_heads == 0, "queries of ", heads, " heads of ",
@@ -227,8 +242,8 @@ QUANTKIT_EXPORT const char* quantkit_experts(const Tensor* x, const Tensor* shar
             "x: [N, D], chosen: [N, K]");
     const int64_t rows = x->size(0), hidden = x->size(1), per_token = chosen->size(1);
     const float* source = floats(*x, rows * hidden, "x");
-    const ExpertBank bank = checked_bank(*gate_up, gate_up_bias, *down, down_bias, hidden, exact);
     const Gating gating = checked_gating(activation, given(limit));
+    const ExpertBank bank = checked_bank(*gate_up, gate_up_bias, *down, down_bias, hidden, gating, exact);
     const std::vector<Choice> choices = checked_choices(*shares, *chosen, bank.count);
     for (int64_t row = 0, count; row < rows; row += count) {
       count = std::min(max_rows(per_token), rows - row);
@@ -267,13 +282,13 @@ QUANTKIT_EXPORT const char* quantkit_rotations(const Tensor* positions, const Te
   });
 }
 
-QUANTKIT_EXPORT const char* quantkit_rms_norm(const Tensor* x, const Tensor* weight, double eps, int threads,
-                                              float* y) {
+QUANTKIT_EXPORT const char* quantkit_norm(const Tensor* x, const Tensor* weight, double eps, bool centered,
+                                          int threads, float* y) {
   return guarded([&] {
     const int64_t size = x->size(-1), rows = size ? x->numel() / size : 0;
     const float *from = floats(*x, rows * size, "x"), *by = floats(*weight, size, "weight");
     each_row(rows, threads, [&](int64_t row) {
-      rms_norm(from + row * size, by, size, static_cast<float>(eps), y + row * size);
+      norm(from + row * size, by, size, static_cast<float>(eps), centered, y + row * size);
     });
   });
 }
@@ -297,45 +312,52 @@ QUANTKIT_EXPORT std::vector<Block>* quantkit_new_blocks() { return new std::vect
 QUANTKIT_EXPORT void quantkit_free_blocks(std::vector<Block>* blocks) { delete blocks; }
 
 // Append a block to others. Its tensors must exist for as long as it does. `mixer` is "attention", "short_conv",
-// "gated_delta", "joined_delta" or "mamba2", and `mixing` the list of its tensors. The heads are those of queries and of
-// keys and values; of a delta rule those of values and of keys, of Mamba-2 heads and groups.
+// "gated_delta", "joined_delta", "mamba2" or "none", and `mixing` the list of its tensors. The heads are those of queries
+// and of keys and values; of a delta rule those of values and of keys, of Mamba-2 heads and groups. The list of a half
+// that is missing is empty.
 QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const char* mixer, const Tensor* mixing,
                                                int64_t mixing_count, const Tensor* feed_forward,
                                                int64_t feed_forward_count, int64_t heads, int64_t kv_heads,
-                                               int64_t window, double scale, double softcap, double clip, bool gated,
-                                               const char* activation, double limit, double eps, double multiplier,
-                                               int64_t per_token, bool normalized, bool exact) {
+                                               int64_t window, int64_t chunk, double scale, double softcap, double clip,
+                                               bool gated, bool norms_rotated, const char* activation, double limit, double eps,
+                                               bool centered, double multiplier, bool parallel, int64_t per_token,
+                                               bool sigmoid, bool normalized, double normalization_eps, double scaling,
+                                               bool weighted_inputs, bool exact) {
   return guarded([&] {
     const Tensors first{mixing, mixing_count, exact}, second{feed_forward, feed_forward_count, exact};
     const std::string_view kind = mixer;
+    const BranchSettings branch{eps, centered, multiplier};
     // The first weight of each list follows the norm, and reads the hidden states.
-    require(mixing_count > 2, "a mixer: some tensors");
-    const int64_t hidden = listed_projection(first, 1, 1, "inputs").columns();
-    Block block{{}, hidden, std::nullopt, std::nullopt};
+    const bool mixes = kind != "none";
+    const Tensors& shown = mixes ? first : second;
+    require(shown.count > 2, "a mixer or a feed-forward: some tensors");
+    const int64_t hidden = listed_projection(shown, 1, 1, "inputs").columns();
+    Block block{{}, hidden, parallel, std::nullopt, std::nullopt};
     if (kind == "attention") {
-      block.mixer = checked_attention(first, hidden, heads, kv_heads, window, given(scale), given(softcap), given(clip),
-                                      gated, eps, multiplier);
+      block.mixer = checked_attention(first, hidden, heads, kv_heads, Sight{window, chunk}, given(scale), given(softcap),
+                                      given(clip), gated, norms_rotated, branch);
     } else if (kind == "short_conv") {
-      block.mixer = checked_short_conv(first, eps, multiplier);
+      block.mixer = checked_short_conv(first, branch);
     } else if (kind == "mamba2") {
-      block.mixer = checked_mamba2(first, heads, kv_heads, eps, multiplier);
-    } else {
+      block.mixer = checked_mamba2(first, heads, kv_heads, branch);
+    } else if (mixes) {
       require(kind == "gated_delta" || kind == "joined_delta", "no such mixer: ", kind);
-      block.mixer = checked_gated_delta(first, kv_heads, heads, kind == "joined_delta", eps, multiplier);
+      block.mixer = checked_gated_delta(first, kv_heads, heads, kind == "joined_delta", branch);
     }
     const Gating gating = checked_gating(activation, given(limit));
+    const Routing routing{per_token, sigmoid, normalized, normalization_eps, scaling, weighted_inputs};
     if (per_token)
-      block.experts = checked_experts(second, hidden, per_token, normalized, gating, eps, multiplier);
-    else
-      block.dense = checked_feed_forward(second, hidden, gating, eps, multiplier);
+      block.experts = checked_experts(second, hidden, routing, gating, branch);
+    else if (second.count)
+      block.dense = checked_feed_forward(second, hidden, gating, branch);
     blocks->push_back(block);
   });
 }
 
-// Update hidden states x. `angles` has each block's cosine and sine; `cached`, null without a cache, what `kCached`
-// describes.
+// Update hidden states x. `angles` has each block's cosine and sine, `query_scales` factors of its queries, some of which
+// may be missing; `cached`, null without a cache, what `kCached` describes.
 QUANTKIT_EXPORT const char* quantkit_run_blocks(const std::vector<Block>* blocks, const Tensor* x,
-                                                const Tensor* angles, const Tensor* query_scale,
+                                                const Tensor* angles, const Tensor* query_scales,
                                                 const Tensor* positions, const Tensor* slots, const Tensor* cached,
                                                 bool prefill, int threads) {
   return guarded([&] {
@@ -345,12 +367,10 @@ QUANTKIT_EXPORT const char* quantkit_run_blocks(const std::vector<Block>* blocks
       const Block& block = (*blocks)[at];
       require(x->size(2) == block.hidden, "expected ", block.hidden, " columns, found ", x->size(2));
       if (x->numel() == 0) return;
+      const Tensor* query_scale = query_scales[at].dims < 0 ? nullptr : query_scales + at;
       const BlockStep step{&angles[2 * at], &angles[2 * at + 1], query_scale, positions, slots,
                            Tensors{cached ? cached + kCached * at : nothing, kCached}, prefill, threads};
-      std::visit([&](const auto& half) { run_mixer(half, *x, step); }, block.mixer);
-      const int64_t rows = x->size(0) * x->size(1);
-      if (block.dense) run_feed_forward(*block.dense, x->as<float>(), rows, threads);
-      if (block.experts) run_experts(*block.experts, x->as<float>(), rows, threads);
+      run_block(block, *x, step);
     }
   });
 }

@@ -117,6 +117,19 @@ inline float total(const float* values, int64_t count) {
   return total(sum) + rest;
 }
 
+// The sum of the squares of values less `middle`.
+inline float squared_distance(const float* values, float middle, int64_t count) {
+  Vector sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Vector difference = load(values + i) - middle;
+    sum += difference * difference;
+  }
+  float rest = 0;
+  for (; i < count; ++i) rest += (values[i] - middle) * (values[i] - middle);
+  return total(sum) + rest;
+}
+
 // The largest; NaN if there is one.
 inline float largest(const float* values, int64_t count) {
   float max[kLanes];

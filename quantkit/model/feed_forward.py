@@ -129,9 +129,7 @@ class Experts(nn.Module):
     def output(self, x: Tensor) -> Tensor:
         """Compute the branch's output [B, T, D] of what `inner` returned, [B, T, D]."""
         weights, chosen = self.route(x)
-        states = x if self.experts_layernorm is None else self.experts_layernorm(x)
-        if self.latent_in_proj is not None:
-            states = _product(states, self.latent_in_proj)
+        states = self.compute_expert_inputs(x)
         out = self.apply_chosen_experts(
             states.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
         ).view(states.shape)
@@ -155,6 +153,15 @@ class Experts(nn.Module):
         # Shared experts are split like routed ones, so one all-reduce adds both.
         return self._add_up(out)
 
+    def compute_expert_inputs(self, x: Tensor) -> Tensor:
+        """Compute the states [..., L] that chosen experts see of what `inner` returned,
+        [..., D].
+        """
+        states = x if self.experts_layernorm is None else self.experts_layernorm(x)
+        if self.latent_in_proj is not None:
+            states = _product(states, self.latent_in_proj)
+        return states
+
     def _add_up(self, out: Tensor) -> Tensor:
         """Add the outputs of the processes that share the experts."""
         if self.all_reduce is None:
@@ -165,17 +172,9 @@ class Experts(nn.Module):
         """Choose the experts of tokens [..., D]: their shares, float32 [..., K], and numbers
         [..., K]. Of equal shares, those of lower numbers come first.
         """
-        logits = self.logits(x)
-        if self.config.scores == "sigmoid":
-            shares = logits.sigmoid()
-        else:
-            shares = logits.softmax(-1)
-        # The correction decides which experts are chosen, and not their weights.
-        ranked = shares
-        if self.score_correction is not None:
-            ranked = shares + self.score_correction.float()
+        shares = self.compute_scores(self.logits(x))
         # A stable sort: `topk` does not define which of equal shares it returns.
-        numbers = ranked.argsort(dim=-1, descending=True, stable=True)
+        numbers = self.correct_scores(shares).argsort(dim=-1, descending=True, stable=True)
         chosen = numbers[..., : self.config.per_token].contiguous()
         weights = shares.gather(-1, chosen)
         if self.config.normalized:
@@ -188,6 +187,20 @@ class Experts(nn.Module):
         if self.expert_scales is not None:
             weights = weights * self.expert_scales.float()[chosen]
         return weights, chosen
+
+    def compute_scores(self, logits: Tensor) -> Tensor:
+        """Compute the scores [..., E] of experts from the router's logits [..., E]."""
+        if self.config.scores == "sigmoid":
+            return logits.sigmoid()
+        return logits.softmax(-1)
+
+    def correct_scores(self, scores: Tensor) -> Tensor:
+        """Add the correction to scores [..., E]: the experts with the highest sums are chosen, and
+        their weights do not include it.
+        """
+        if self.score_correction is None:
+            return scores
+        return scores + self.score_correction.float()
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute the router's logits of tokens [..., D], float32 [..., E]."""
@@ -286,7 +299,10 @@ def _make_bank(
     experts: Experts, config: ModelConfig, for_floats: ExpertKernel | None
 ) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
-    wide = _list_if_same_kind([mlp.gate_up_proj for mlp in mlps])
+    if config.mlp_gate:
+        wide = _list_if_same_kind([mlp.gate_up_proj for mlp in mlps])
+    else:
+        wide = _list_if_same_kind([mlp.up_proj for mlp in mlps])
     narrow = _list_if_same_kind([mlp.down_proj for mlp in mlps])
     if not wide or not narrow:
         return None
@@ -301,6 +317,8 @@ def _make_bank(
         offered = quantized[0].backend.offer_kernels()
         kernel = None if offered is None else offered.experts
     if kernel is None or (len(quantized) < 2 and not kernel.takes_floats):
+        return None
+    if not (config.mlp_gate or kernel.takes_ungated):
         return None
     return ExpertBank(kernel, _stack_linears(kernel, wide), _stack_linears(kernel, narrow), config)
 

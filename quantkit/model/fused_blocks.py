@@ -135,10 +135,11 @@ class FusedBlocks:
                 else:
                     cached.append(tuple(layer.tensors()))
         turned = [angles.of(layer) for layer in self.layers.values()]
+        query_scales = [angles.query_scale_of(layer) for layer in self.layers.values()]
         step = BlockStep(
             positions=positions,
             slots=slots,
-            query_scale=angles.query_scale,
+            query_scales=query_scales,
             is_prefill=is_prefill or cache is None,
             angles=turned,
             cached=cached,
@@ -154,9 +155,9 @@ def fuse_blocks(
 ) -> FusedBlocks | None:
     """Prepare a model's blocks for a kernel: that of its quantized linears' backend.
 
-    Returns None if a layer has a mixer that no kernel knows, no mixer or no feed-forward, or
-    linears of another kind than quantized ones and floats, their backend has no such kernel, or the
-    kernel does not support the model's features.
+    Returns None if a layer has a mixer that no kernel knows, or linears of another kind than
+    quantized ones and floats, their backend has no such kernel, or the kernel does not support the
+    model's features.
 
     Args:
         layers: configs of the layers to prepare, by their numbers; None is all layers of the
@@ -170,16 +171,19 @@ def fuse_blocks(
     for number, layer in layers.items():
         block = model.model.layers[number]
         assert isinstance(block, Block)
-        sites = _find_linears(block)
-        if sites is None:
+        mixer_sites = _find_mixer_linears(block.mixer)
+        if mixer_sites is None:
             return None
-        for linear in itertools.chain(*sites):
+        mlp_sites = _find_feed_forward_linears(block.mlp)
+        latents = _find_latent_linears(block.mlp)
+        for linear in itertools.chain(*mixer_sites, *mlp_sites, latents):
             if isinstance(linear, QuantLinear):
                 offered = linear.backend.offer_kernels()
                 if offered is None or offered.block is None:
                     return None
                 # Kernels for experts take one weight of each, also of the shared ones.
-                if linear.joined and isinstance(block.mlp, Experts) and linear not in sites[0]:
+                is_of_experts = isinstance(block.mlp, Experts) and (linear,) in mlp_sites
+                if linear.joined and is_of_experts:
                     return None
                 kernel = offered.block
             # Not its subclasses and wrappers, which compute something else.
@@ -191,7 +195,8 @@ def fuse_blocks(
         # Kernels do not round keys and values to a quantized cache's scales.
         if isinstance(block.mixer, Attention) and block.mixer.as_cached is not None:
             return None
-        blocks.append((_collect_weights(block, sites), _settings(config, layer)))
+        weights = _collect_weights(block, mixer_sites, mlp_sites)
+        blocks.append((weights, _settings(config, layer)))
     if kernel is None or not block_features(config) <= kernel.features:
         return None
     dtype = kernel.dtype or model.dtype
@@ -207,34 +212,37 @@ def fuse_blocks(
     )
 
 
-def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...] | None:
-    """List the linears of a block by their sites, in the order of the data flow. Those of a site
-    share an input, and are one if they are fused. For a mixture of experts, the last two sites are
-    the shared experts', or are missing. None if no kernel knows the block.
-    """
-    mixer = None if block.mixer is None else _find_mixer_linears(block.mixer)
-    if mixer is None or block.mlp is None:
-        return None
-    mlp: MLP | None
-    if isinstance(block.mlp, MLP):
-        mlp = block.mlp
-    else:
-        mlp = block.mlp.shared_experts
+_Sites = tuple[()] | tuple[tuple[nn.Module, ...], tuple[nn.Module]]
+"""The linears that read the input of one half of a block, which are one if they are fused, and the
+last one; nothing for a half without linears of its own.
+"""
+
+
+def _find_feed_forward_linears(mlp: MLP | Experts | None) -> _Sites:
+    """List the linears of a feed-forward, or, for a mixture of experts, of its shared experts."""
+    if isinstance(mlp, Experts):
+        mlp = mlp.shared_experts
     if mlp is None:
-        return mixer
-    gate_up: tuple[nn.Module, ...]
+        return ()
     if mlp.gate_up_proj is not None:
-        gate_up = (mlp.gate_up_proj,)
-    elif mlp.gate_proj is not None:
-        gate_up = (mlp.gate_proj, mlp.up_proj)
-    else:
-        # Kernels multiply what the gate lets through.
-        return None
-    return *mixer, gate_up, (mlp.down_proj,)
+        return (mlp.gate_up_proj,), (mlp.down_proj,)
+    if mlp.gate_proj is not None:
+        return (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
+    return (mlp.up_proj,), (mlp.down_proj,)
 
 
-def _find_mixer_linears(mixer: Mixer) -> tuple[tuple[nn.Module, ...], tuple[nn.Module]] | None:
-    """List the linears that read a mixer's input, and the last one."""
+def _find_latent_linears(mlp: MLP | Experts | None) -> list[nn.Module]:
+    """List the linears around experts that see latent states."""
+    if not isinstance(mlp, Experts) or mlp.latent_in_proj is None:
+        return []
+    assert mlp.latent_out_proj is not None
+    return [mlp.latent_in_proj, mlp.latent_out_proj]
+
+
+def _find_mixer_linears(mixer: Mixer | None) -> _Sites | None:
+    """List the linears of a mixer; None if no kernel knows it."""
+    if mixer is None:
+        return ()
     if isinstance(mixer, Attention):
         if mixer.qkv_proj is not None:
             return (mixer.qkv_proj,), (mixer.o_proj,)
@@ -264,20 +272,27 @@ def _prepare_linear(linear: nn.Module) -> PreparedLinear:
     return PreparedLinear({"weight": linear.weight.detach()}, None, bias)
 
 
-def _collect_weights(block: Block, sites: Sequence[Sequence[nn.Module]]) -> BlockWeights:
-    prepared: list[tuple[PreparedLinear, ...]] = []
-    for linears in sites:
-        prepared.append(tuple(_prepare_linear(linear) for linear in linears))
-    inputs, (out,), *feed_forward = prepared
-    gate_up: tuple[PreparedLinear, ...] = ()
-    down = None
-    if feed_forward:
-        gate_up, (down,) = feed_forward
+def _prepare_sites(sites: _Sites) -> tuple[tuple[PreparedLinear, ...], PreparedLinear | None]:
+    """Prepare the first linears of one half of a block, and the last one."""
+    if not sites:
+        return (), None
+    inputs, (out,) = sites
+    return tuple(_prepare_linear(linear) for linear in inputs), _prepare_linear(out)
+
+
+def _collect_weights(block: Block, mixer_sites: _Sites, mlp_sites: _Sites) -> BlockWeights:
+    inputs, out = _prepare_sites(mixer_sites)
+    gate_up, down = _prepare_sites(mlp_sites)
+    mixer: MixerWeights | None = None
+    if block.mixer is not None:
+        assert out is not None
+        mixer = _collect_mixer_weights(block.mixer, inputs, out)
+    mlp_norm = block.input_layernorm if block.is_parallel else block.post_attention_layernorm
     return BlockWeights(
         input_norm=_norm(block.input_layernorm),
-        mixer=_collect_mixer_weights(block.mixer, inputs, out),
+        mixer=mixer,
         mixer_output_norm=_norm(block.attention_output_layernorm),
-        mlp_norm=_norm(block.post_attention_layernorm),
+        mlp_norm=_norm(mlp_norm),
         gate_up=gate_up,
         down=down,
         mlp_output_norm=_norm(block.mlp_output_layernorm),
@@ -286,10 +301,9 @@ def _collect_weights(block: Block, sites: Sequence[Sequence[nn.Module]]) -> Bloc
 
 
 def _collect_mixer_weights(
-    mixer: Mixer | None, inputs: tuple[PreparedLinear, ...], out: PreparedLinear
+    mixer: Mixer, inputs: tuple[PreparedLinear, ...], out: PreparedLinear
 ) -> MixerWeights:
     """Collect what a kernel needs of a mixer in addition to its linears."""
-    assert mixer is not None
     kind = mixer.config.mixer
     if kind == "short_conv":
         return _collect_short_conv(cast("ShortConv", mixer), inputs[0], out)
@@ -298,10 +312,16 @@ def _collect_mixer_weights(
     if kind == "mamba2":
         return _collect_mamba2(cast("Mamba2", mixer), inputs[0], out)
     assert isinstance(mixer, Attention)
+    q_norm = _norm(mixer.q_norm)
+    k_norm = _norm(mixer.k_norm)
+    if mixer.bare_norm is not None:
+        # Kernels multiply by weights.
+        (*_, weight) = out.prepared.values()
+        q_norm = k_norm = torch.ones(mixer.head_dim, device=weight.device)
     return AttentionWeights(
         qkv=inputs,
-        q_norm=_norm(mixer.q_norm),
-        k_norm=_norm(mixer.k_norm),
+        q_norm=q_norm,
+        k_norm=k_norm,
         sinks=_floats(mixer.sinks),
         out=out,
     )
@@ -352,16 +372,26 @@ def _to_convolution(convolution: nn.Conv1d) -> Tensor:
 
 def _to_routed_experts(experts: Experts) -> RoutedExperts:
     bank = experts.bank
+    config = experts.config
     gate = experts.shared_expert_gate
+    latent_in = experts.latent_in_proj
+    latent_out = experts.latent_out_proj
     assert bank is not None
     return RoutedExperts(
         router=experts.gate.weight.detach(),
         router_bias=_floats(experts.gate.bias),
+        score_correction=_floats(experts.score_correction),
         gate_up=bank.gate_up,
         down=bank.down,
+        latent_in=None if latent_in is None else _prepare_linear(latent_in),
+        latent_out=None if latent_out is None else _prepare_linear(latent_out),
         shared_gate=None if gate is None else _floats(gate.weight),
-        per_token=experts.config.per_token,
-        normalized=experts.config.normalized,
+        per_token=config.per_token,
+        scores=config.scores,
+        normalized=config.normalized,
+        normalization_eps=config.normalization_eps,
+        scaling=config.scaling,
+        weighted_inputs=config.weighted_inputs,
     )
 
 
@@ -371,16 +401,20 @@ def _settings(config: ModelConfig, layer: LayerConfig) -> BlockSettings:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         window=layer.window,
+        chunk=layer.chunk,
         rotary=layer.rotary,
         attention_scale=config.attention_scale,
         attention_softcap=config.attention_softcap,
         clip_qkv=config.clip_qkv,
         attention_gate=config.attention_gate,
+        qk_norm_after_rotary=config.qk_norm_after_rotary,
         activation=config.activation,
         activation_limit=config.activation_limit,
         activation_alpha=config.activation_alpha,
         norm_eps=config.norm_eps,
+        centered_norms=config.centered_norms,
         residual_multiplier=config.residual_multiplier,
+        parallel_branches=config.parallel_branches,
     )
 
 

@@ -28,7 +28,9 @@ from quantkit.kernels.dispatch import BACKENDS, is_within, offer_kernels_for_flo
 from quantkit.model.attention import (
     PLAIN,
     CachedAttention,
+    Chunk,
     ScoreSettings,
+    Span,
     attend_with_mask,
     make_cached_attention,
     make_causal_attention,
@@ -49,7 +51,8 @@ from quantkit.tensors.qtensor import CACHED_ELEMENTS, row_chunks
 _MANY_TOKENS = 20
 # Relative error that float32 arithmetic in another order may cause in a complete block.
 _FLOAT_ERROR = 1e-3
-# The widest window in tests of blocks: less than their number of tokens, so that it has an effect.
+# The widest window, and the longest chunk, in tests of blocks: less than their number of tokens, so
+# that they have an effect.
 _BLOCK_WINDOW = 10
 # Error of a block, in steps of a 16-bit dtype, allowed in addition to twice that of its modules.
 _BLOCK_STEPS = 2
@@ -77,6 +80,7 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
     linear = offered.float_linear
     rounding = offered.float_rounding
     max_tokens = offered.cached_attention_max_tokens
+    ragged = False
     if offered.cached_attention is None:
         attention = None
     else:
@@ -113,15 +117,19 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
                 return
             # Rows of one sequence that are separate in a step would read the same state.
             ragged = max_tokens is None and not model.config.keeps_states
-            # Kernels compute no chunks, and torch's attention copies the keys of each row.
-            if any(layer.chunk is not None for layer in model.config.layers):
-                ragged = False
-            model.ops = replace(model.ops, cached_attention=attention, ragged=ragged)
+            # Outside of blocks, kernels compute no chunks, and torch's attention copies the keys of
+            # each row.
+            has_chunks = any(layer.chunk is not None for layer in model.config.layers)
+            model.ops = replace(
+                model.ops, cached_attention=attention, ragged=ragged and not has_chunks
+            )
         blocks = fuse_blocks(model, kernel=offered.block)
         if blocks is not None and not _passes(
             "decoder blocks", lambda: _same_blocks(model, offered.block, rounding)
         ):
             return
+    if blocks is not None and blocks.kernel.max_tokens is None:
+        model.ops = replace(model.ops, ragged=ragged)
     model.ops = replace(model.ops, blocks=blocks)
 
 
@@ -149,13 +157,12 @@ def _install_step(model: Decoder, kernels: StepKernels) -> DecoderOps:
         weight = weight + norm.offset
 
     def normalize(states: Tensor) -> Tensor:
-        return kernels.rms_norm(states, weight, norm.eps)
+        return kernels.norm(states, weight, norm.eps, isinstance(norm, CenteredNorm))
 
     return replace(
         model.ops,
         rotations=compute_angles,
-        # Kernels subtract no mean.
-        final_norm=None if isinstance(norm, CenteredNorm) else normalize,
+        final_norm=normalize,
         find_likeliest=kernels.find_likeliest,
     )
 
@@ -341,10 +348,11 @@ def _same_experts(model: Decoder, experts: Experts, float_rounding: float) -> bo
     for count in (1, _MANY_TOKENS):
         rows = samples[:count]
         weights, chosen = experts.route(rows)
-        actual = experts.apply_chosen_experts(rows, weights, chosen)
+        states = experts.compute_expert_inputs(rows)
+        actual = experts.apply_chosen_experts(states, weights, chosen)
         # Without a bank, the loop over experts runs.
         experts.bank = None
-        right = experts.apply_chosen_experts(rows, weights, chosen).double()
+        right = experts.apply_chosen_experts(states, weights, chosen).double()
         experts.bank = bank
         # NaN and Inf in the weights are reported with the logits.
         if bool(right.isfinite().all()) and not _is_close(actual, right, share):
@@ -363,6 +371,8 @@ def _same_blocks(
     for layer, number in kinds.items():
         if layer.window is not None:
             layer = replace(layer, window=min(layer.window, _BLOCK_WINDOW))
+        if layer.chunk is not None:
+            layer = replace(layer, chunk=min(layer.chunk, _BLOCK_WINDOW))
         blocks = fuse_blocks(model, {number: layer}, kernel=kernel)
         assert blocks is not None
         if not _same_head(model, blocks.dtype):
@@ -393,9 +403,12 @@ def _same_block(
     config = model.config
     block = model.model.layers[number]
     assert isinstance(block, Block)
-    windows = [kind.window] * config.num_layers
+    span: Span = kind.window if kind.chunk is None else Chunk(kind.chunk)
+    spans = [span] * config.num_layers
     # Positions after the original context, where the scaling of queries differs from the start.
     far = config.rope.original_context or 0
+    if config.query_scale is not None:
+        far = max(far, config.query_scale.floor)
     max_tokens = blocks.kernel.max_tokens
     if max_tokens is None:
         stops: tuple[int, ...] = 3, 4, 4 + _MANY_TOKENS
@@ -412,7 +425,7 @@ def _same_block(
     rounding = _FLOAT_ERROR + 4 * max(steps_of_activations)
     x = _draw_normal(model, 1, stops[-1], config.hidden_size)
     if not wide:
-        x = _shrink_states(model, block, x, far, windows).to(blocks.dtype).float()
+        x = _shrink_states(model, block, x, far, spans).to(blocks.dtype).float()
     for cached in (torch.float32,) if wide else (blocks.dtype, torch.int8):
         kernel_cache = KVCache(config, 1, stops[-1], cached, model.device)
         rough_cache = KVCache(config, 1, stops[-1], cached, model.device)
@@ -423,7 +436,7 @@ def _same_block(
             states = x[:, start:stop]
             steps = []
             for cache in (exact_cache, rough_cache):
-                attend = make_cached_attention(cache, positions, windows, attend_with_mask)
+                attend = make_cached_attention(cache, positions, spans, attend_with_mask)
                 steps.append(Step(angles, attend, make_cached_scan(cache, positions)))
             share = rounding
             before = _copy_states(exact_cache, number)
@@ -481,14 +494,14 @@ def _restore_states(cache: KVCache, layer: int, states: Sequence[Tensor]) -> Non
 
 
 def _shrink_states(
-    model: Decoder, block: Block, x: Tensor, far: int, windows: list[int | None]
+    model: Decoder, block: Block, x: Tensor, far: int, spans: Sequence[Span]
 ) -> Tensor:
     """Scale hidden states [1, T, D] to at most half the size of what the block adds to them, so
     that their rounding does not hide it. Because of the norms, the block's output hardly depends on
     their size.
     """
     positions = torch.arange(x.shape[1], device=x.device)
-    step = Step(model.rotary(positions + far), make_causal_attention(positions, windows))
+    step = Step(model.rotary(positions + far), make_causal_attention(positions, spans))
     with _use_float32_weights(block, dequantized=True):
         added = block(x, step) - x
     size = float(added.square().mean().sqrt())
@@ -539,10 +552,17 @@ def _find_close_choices(block: Block, states: Tensor, step: Step, share: float) 
         return [False] * states.shape[1]
     # The states may be wider than the weights of float linears.
     with _use_float32_weights(block, dequantized=False):
-        attended = block.finish("mixer", states, block.inner("mixer", states, step))
-        logits = block.mlp.logits(block.inner("mlp", attended, step))[0]
+        mixed = states
+        if "mixer" in block.branches:
+            mixed = block.finish("mixer", states, block.inner("mixer", states, step))
+        source = block.choose_feed_forward_input(states, mixed)
+        logits = block.mlp.logits(block.inner("mlp", source, step))[0]
+    ranks = logits
+    if block.mlp.score_correction is not None:
+        # No score is off by more than its logit.
+        ranks = block.mlp.correct_scores(block.mlp.compute_scores(logits))
     per_token = block.mlp.config.per_token
-    ranked = logits.sort(-1, descending=True)[0]
+    ranked = ranks.sort(-1, descending=True)[0]
     # The distance between the last expert that is chosen and the first that is not.
     apart = ranked[:, per_token - 1] - ranked[:, per_token]
     return [bool(close) for close in apart <= share * logits.std(-1)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from closeness import require_close
+from fused_blocks import list_settings
 from instruction_sets import DTYPES, HERE
 from torch import Tensor
 
@@ -202,11 +203,15 @@ class Features:
     query_norm: int | None = None
     key_norm: int | None = None
     window: int | None = None
+    chunk: int | None = None
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
     clip: float | None = None
+    norms_rotated: bool = False
     query_scale: bool = False
+    centered: bool = False
+    parallel: bool = False
     activation: str = "silu"
     limit: float | None = None
     multiplier: float = 1.0
@@ -238,11 +243,23 @@ FEATURES = {
     "head norms": Features(query_norm=SIZE, key_norm=SIZE),
     "width norms": Features(query_norm=HEADS * SIZE, key_norm=KV_HEADS * SIZE),
     "window": Features(window=4),
+    "chunk": Features(chunk=4),
+    "chunk, longer than a step": Features(chunk=11),
     "scale": Features(scale=0.05),
     "softcap": Features(softcap=2.0),
     "sinks": Features(sinks=True),
     "clip": Features(clip=0.7),
     "clip before head norms": Features(query_norm=SIZE, key_norm=SIZE, clip=0.7),
+    "head norms after the rotation": Features(query_norm=SIZE, key_norm=SIZE, norms_rotated=True),
+    "clip, then norms, then a query scale": Features(
+        query_norm=SIZE, key_norm=SIZE, norms_rotated=True, clip=0.7, query_scale=True
+    ),
+    "centered norms": Features(centered=True),
+    "centered norms on both sides": Features(centered=True, norms=(True, True), multiplier=0.4),
+    "parallel": Features(parallel=True),
+    "parallel, centered": Features(parallel=True, centered=True, norms=(True, True), biases=True),
+    "parallel, no norms": Features(parallel=True, norms=(False, False)),
+    "relu2": Features(activation="relu2", biases=True),
     "query scale": Features(query_scale=True),
     "gelu": Features(activation="gelu_tanh"),
     "swiglu_oai": Features(activation="swiglu_oai", limit=0.5),
@@ -309,7 +326,7 @@ class ExampleBlock:
         shapes = {
             "qkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN),
             "out": (HIDDEN, HEADS * SIZE),
-            "gate_up": (2 * INNER, HIDDEN),
+            "gate_up": (INNER if own.activation == "relu2" else 2 * INNER, HIDDEN),
             "down": (HIDDEN, INNER),
         }
         for name, shape in shapes.items():
@@ -372,27 +389,27 @@ class ExampleBlock:
         rows = (
             [] if stored is None else [part for each in stored for part in each if part is not None]
         )
-        settings = (
-            HEADS,
-            KV_HEADS,
-            own.window or 0,
-            own.scale,
-            own.softcap,
-            own.clip,
-            False,
-            own.activation,
-            own.limit,
-            1e-5,
-            own.multiplier,
-            0,
-            True,
+        settings = list_settings(
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            window=own.window or 0,
+            chunk=own.chunk or 0,
+            scale=own.scale,
+            softcap=own.softcap,
+            clip=own.clip,
+            norms_rotated=own.norms_rotated,
+            activation=own.activation,
+            limit=own.limit,
+            centered=own.centered,
+            multiplier=own.multiplier,
+            parallel=own.parallel,
         )
         blocks = self.ops.prepare_blocks([("attention", attention, feed_forward, settings)])
         self.ops.run_blocks(
             out,
             blocks.number,
             step.angles,
-            step.query_scale if own.query_scale else None,
+            [step.query_scale if own.query_scale else None],
             step.positions,
             step.slots,
             rows,
@@ -404,7 +421,7 @@ class ExampleBlock:
         """The same in float64, over the cache as it is after that."""
         own, of = self.features, self.tensors
         wide = x.double()
-        projected = self._linear("qkv", self._norm(wide, of["attention_before"]))
+        projected = self._linear("qkv", self._hidden_norm(wide, of["attention_before"]))
         queries, keys, values = projected.split(
             [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], -1
         )
@@ -417,9 +434,11 @@ class ExampleBlock:
         queries, keys, values = (
             part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (queries, keys, values)
         )
-        if own.query_norm == SIZE:
+        if own.query_norm == SIZE and not own.norms_rotated:
             queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
         queries, keys = (_turned(part, *step.angles) for part in (queries, keys))
+        if own.norms_rotated:
+            queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
         if own.query_scale:
             queries = queries * step.query_scale[:, None, :, None].double()
         distance = step.positions.unsqueeze(-1) - step.positions.unsqueeze(-2)
@@ -427,6 +446,9 @@ class ExampleBlock:
             keys, values = (rows.of_slots(step.slots).floats(torch.float64) for rows in stored)
             distance = step.positions.unsqueeze(-1) - torch.arange(keys.shape[2])
         seen = (distance >= 0) & (distance < (own.window or 10**6))
+        if own.chunk is not None:
+            places = step.positions.unsqueeze(-1)
+            seen &= distance <= places % own.chunk
         mixed = _mixed(
             queries,
             keys,
@@ -436,12 +458,23 @@ class ExampleBlock:
             own.softcap,
             of["sinks"],
         )
-        wide = wide + own.multiplier * self._norm(self._linear("out", mixed), of["attention_after"])
-        gates = self._linear("gate_up", self._norm(wide, of["feed_forward_before"]))
-        inner = _gated(own.activation, own.limit, *gates.chunk(2, -1))
-        return wide + own.multiplier * self._norm(
+        before = wide
+        attended = self._hidden_norm(self._linear("out", mixed), of["attention_after"])
+        wide = wide + own.multiplier * attended
+        source = before if own.parallel else wide
+        gates = self._linear("gate_up", self._hidden_norm(source, of["feed_forward_before"]))
+        if own.activation == "relu2":
+            inner = gates.clamp(min=0).square()
+        else:
+            inner = _gated(own.activation, own.limit, *gates.chunk(2, -1))
+        return wide + own.multiplier * self._hidden_norm(
             self._linear("down", inner), of["feed_forward_after"]
         )
+
+    def _hidden_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None or not self.features.centered:
+            return self._norm(x, weight)
+        return F.layer_norm(x, x.shape[-1:], weight.double(), None, 1e-5)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         bias = self.tensors[f"{name}_bias"]
@@ -494,7 +527,17 @@ def test_blocks_serve_each_feature(variant: str) -> None:
             starts = step.positions[:, -1:] + (torch.tensor([[1], [5]]) if prefill else 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "all", *FLOATS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "all",
+        "clip, then norms, then a query scale",
+        "parallel, centered",
+        "relu2",
+        *FLOATS,
+    ],
+)
 def test_rows_of_blocks_have_the_bits_that_they_have_alone(name: str) -> None:
     block = ExampleBlock(FEATURES[name], load_kernels())
     x, stored = torch.randn(3, 5, HIDDEN), [torch.zeros(3, KV_HEADS, 60, SIZE) for _ in range(2)]
@@ -552,10 +595,11 @@ def test_activations_are_right_to_float32(variant: str) -> None:
                 None,
                 None,
             ]
-            settings = 1, 1, 0, None, None, None, False, activation, limit, 1e-5, 1.0, 0, True
+            settings = list_settings(activation=activation, limit=limit)
             blocks = ops.prepare_blocks([("attention", attention, feed_forward, settings)])
             angles = torch.ones(len(gates), 32), torch.zeros(len(gates), 32)
-            ops.run_blocks(x, blocks.number, angles, None, torch.arange(len(gates)), None, [], True)
+            positions = torch.arange(len(gates))
+            ops.run_blocks(x, blocks.number, angles, [None], positions, None, [], True)
             expected = _gated(
                 activation, limit, gates.double(), torch.full_like(gates, up).double()
             )

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from closeness import require_close
 from error_parts import raises
+from fused_blocks import list_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import DTYPES, HERE
@@ -407,7 +408,7 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(
         None,
         None,
     ]
-    settings = (4, 2, 0, None, None, None, False, "silu", None, 1e-5, 1.0, 0, True)
+    settings = list_settings(heads=4, kv_heads=2)
     blocks = ops.prepare_blocks([("attention", attention, feed_forward, settings)] * 2)
     x, angles = torch.randn(2, 3, 64), list(torch.randn(4, 3, 16))
     rows = (
@@ -416,7 +417,8 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(
         else [part for _ in range(4) for part in to_cached_rows(torch.zeros(2, 2, 9, 16), cached)]
     )
     stored = [part for part in rows if part is not None]
-    arguments = (x, blocks.number, angles, None, torch.arange(3), None, stored, own)
+    scales = [None, torch.rand(3)]
+    arguments = (x, blocks.number, angles, scales, torch.arange(3), None, stored, own)
     if own or cached is not None:
         torch.library.opcheck(ops.namespace.run_blocks.default, arguments)
     else:

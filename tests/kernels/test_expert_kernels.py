@@ -14,11 +14,12 @@ import torch
 from expert_formulas import Mixture, summed
 from fused_blocks import WrongBackend, block_logits
 from instruction_sets import HERE
+from random_weights import RandomVectors
 from torch import Tensor
 
 from quantkit.architectures.config import ExpertsConfig, LayerConfig
 from quantkit.architectures.topology import linear_columns
-from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
+from quantkit.evals.synthetic import synthetic
 from quantkit.kernels import cpu
 from quantkit.kernels.backend import Backend, ExpertKernel
 from quantkit.kernels.dispatch import list_allowed_backends, select_backend
@@ -139,6 +140,39 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "norms after": {"norms": "after"},
     "all": {"count": 3},
+    "sigmoids": {"scores": "sigmoid"},
+    "sigmoids as they are": {"scores": "sigmoid", "normalized": False, "scaling": 2.5},
+    "corrected": {"score_correction": True},
+    "corrected, shares of all": {"score_correction": True, "normalized": False},
+    "an addend and a factor": {"normalization_eps": 0.2, "scaling": 1.5},
+    "as in LFM2": {
+        "scores": "sigmoid",
+        "score_correction": True,
+        "normalization_eps": 1e-6,
+        "scaling": 1.5,
+        "dense": (0,),
+        "qk_norm": "head",
+    },
+    "without gates": {"mlp_gate": False, "activation": "relu2", "shared_size": 64, "dense": (1,)},
+    "weighted inputs": {
+        "weighted_inputs": True,
+        "scores": "sigmoid",
+        "normalized": False,
+        "shared_size": 64,
+        "residual_multiplier": 0.3,
+    },
+    "latent states": {"latent_size": 64},
+    "latent states and others, as in Nemotron H": {
+        "latent_size": 96,
+        "shared_size": 64,
+        "mlp_gate": False,
+        "activation": "relu2",
+        "scores": "sigmoid",
+        "residual_multiplier": 0.3,
+    },
+    "latent states, norms": {"latent_size": 64, "shared_size": 64, "norms": "both"},
+    "parallel": {"parallel_branches": True, "shared_size": 64},
+    "parallel, norms after": {"parallel_branches": True, "norms": "after"},
 }
 
 
@@ -149,7 +183,7 @@ def _mixture(
     dense: tuple[int, ...] = (),
     dtype: str = "float32",
     **changes: Any,
-) -> SyntheticCheckpoint:
+) -> RandomVectors:
     """Random weights of a small mixture of experts."""
     own = {field.name for field in dataclasses.fields(ExpertsConfig)} & set(changes)
     experts = ExpertsConfig(
@@ -170,7 +204,7 @@ def _mixture(
     )
     recipe = None if scheme is None else Recipe(QuantScheme.parse(scheme), overrides)
     schemes = {} if recipe is None else recipe.assign(linear_columns(config))
-    return SyntheticCheckpoint(Path("mixture"), config, schemes)
+    return RandomVectors(Path("mixture"), config, schemes)
 
 
 def _tokens() -> Tensor:
@@ -181,7 +215,7 @@ def _banks(model: Decoder) -> list[Any]:
     return [module.bank for module in model.modules() if isinstance(module, Experts)]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", MIXTURES)
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
 def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str) -> None:
@@ -205,11 +239,13 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str) -> N
     assert (found - whole).abs().max() < 1e-2 * whole.std()
 
 
-def test_sequences_together_have_the_bits_that_each_has_alone() -> None:
+@pytest.mark.parametrize(
+    "case",
+    ["shared", "as in LFM2", "without gates", "parallel", "latent states", "weighted inputs"],
+)
+def test_sequences_together_have_the_bits_that_each_has_alone(case: str) -> None:
     model = load_model(
-        _mixture("int4-g32", shared_size=64, shared_gate=True),
-        dtype=torch.float32,
-        backend="cpu-fast",
+        _mixture("int4-g32", **MIXTURES[case]), dtype=torch.float32, backend="cpu-fast"
     )
     assert model.ops.blocks is not None
     texts = torch.cat([_tokens(), _tokens().flip(0)])
@@ -257,15 +293,38 @@ def test_experts_that_are_quantized_differently_go_one_by_one(left_out: str) -> 
     assert (found - expected).abs().max() < 1e-2 * expected.std()
 
 
-def test_a_corrected_choice_is_not_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = _mixture("int8")
-    model = load_model(checkpoint, dtype=torch.float32)
-    model.config = dataclasses.replace(
-        model.config, experts=dataclasses.replace(model.config.experts, score_correction=True)
-    )
-    from quantkit.model.fused_blocks import fuse_blocks
+@pytest.mark.parametrize("feature", [{"expert_scales": True}, {"separate_norms": True}], ids=str)
+def test_a_mixture_with_a_feature_that_the_kernel_does_not_know_is_not_for_it(
+    feature: dict[str, Any],
+) -> None:
+    assert load_model(_mixture("int8", **feature), dtype=torch.float32).ops.blocks is None
 
-    assert fuse_blocks(model) is None
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_equal_scores_go_to_the_lower_number(
+    scores: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Corrections alone decide, and two experts have the same."""
+    monkeypatch.setenv("QUANTKIT_CPU", variant)
+    checkpoint = _mixture("int8", scores=scores, score_correction=True, per_token=2)
+    model = load_model(checkpoint, dtype=torch.float32, backend="reference")
+    fused = load_model(checkpoint, dtype=torch.float32, backend="cpu-exact")
+    for one in (model, fused):
+        for module in one.modules():
+            if isinstance(module, Experts):
+                assert module.score_correction is not None
+                module.gate.weight.data.zero_()
+                module.score_correction.data.copy_(torch.tensor([0, 0, 3, 1, 0, 3, 3, 2.0]))
+    assert fused.ops.blocks is not None
+    x = torch.randn(1, 3, 128)
+    first = model.model.layers[0].mlp
+    assert isinstance(first, Experts)
+    assert first.route(x)[1].tolist() == [[[2, 5]] * 3]
+    found, expected = (
+        block_logits(one, _tokens(), [5, 35], torch.float32) for one in (fused, model)
+    )
+    assert (found - expected).abs().max() < 1e-2 * expected.std()
 
 
 @pytest.mark.parametrize("share", [0.15, 5.0])

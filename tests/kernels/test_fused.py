@@ -30,22 +30,22 @@ from quantkit.tensors.scheme import QuantScheme
 pytestmark = pytest.mark.cpu_kernels
 
 
-# The kernels for blocks have one activation of gpt-oss, no scores of experts by sigmoid, no layers
-# with one half only, no parallel branches, no chunks, no norms of values, and norms of queries and
-# keys before they are rotated.
-_NOT_SERVED = (
-    "gpt-oss-limits",
-    "lfm2-moe",
-    "nemotron",
-    "cohere2",
-    "hunyuan-dense",
-    "gemma4",
-    "llama4",
-)
+# The kernels for blocks have one activation of gpt-oss and no norms of values.
+_NOT_SERVED = ("gpt-oss-limits", "gemma4")
 SERVED = [case for case in CASES if not case.startswith(_NOT_SERVED)]
 
 
-@pytest.mark.parametrize("case", ["qwen3-5-moe", "qwen3-next", "granitemoehybrid-moe"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen3-5-moe",
+        "qwen3-next",
+        "granitemoehybrid-moe",
+        "lfm2-moe",
+        "nemotron-h-moe",
+        "nemotron-h-moe-latent",
+    ],
+)
 def test_layers_with_states_and_experts_pass_the_check_at_load(case: str, tmp_path: Path) -> None:
     """It runs the mixer twice for rows with close choices of experts."""
     kind, changes = CASES[case]
@@ -107,7 +107,18 @@ PIECES = [
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-bias", "smollm3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama",
+        "mistral-window",
+        "qwen3-bias",
+        "smollm3",
+        "hunyuan-dense",
+        "cohere2-features",
+        "llama4",
+    ],
+)
 @pytest.mark.parametrize(
     ("backend", "cached"),
     [
@@ -149,6 +160,26 @@ def test_sequences_that_come_and_go_are_each_as_if_alone(
                 torch.testing.assert_close(together, alone, rtol=bound, atol=bound)
             else:
                 assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(
+    "case", ["hunyuan-dense", "cohere2", "lfm2-moe", "nemotron-h-moe-latent", "llama4"]
+)
+def test_neither_chunks_of_a_prompt_nor_other_sequences_change_a_bit(
+    case: str, tmp_path: Path
+) -> None:
+    kind, changes = CASES[case]
+    folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int4-g32", method="rtn", tensors_only=True)
+    model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
+    assert model.ops.blocks is not None
+    tokens = oracle.random_tokens(50, batch=3)
+    for cached in (torch.float32, torch.int8):
+        together = hidden_states(model, tokens, [48, 1, 1], cached)
+        # Chunks of more rows than attention treats as few.
+        for row, steps in ((0, [48, 1, 1]), (1, [31, 17, 1, 1]), (2, [20, 28, 1, 1])):
+            alone = hidden_states(model, tokens[row : row + 1], steps, cached)
+            assert torch.equal(alone[0], together[row]), (cached, steps)
 
 
 def _features(case: str) -> frozenset[str]:

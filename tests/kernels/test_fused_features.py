@@ -5,7 +5,6 @@ the self-test finds.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,29 +13,30 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from fused_blocks import PLAIN_SETTINGS
+from random_weights import RandomWeights
 from torch import Tensor
 
 from quantkit.architectures.config import (
+    ExpertsConfig,
     GatedDeltaConfig,
     LayerConfig,
     Mamba2Config,
     ModelConfig,
+    QueryScaleConfig,
     ShortConvConfig,
 )
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import linear_columns
-from quantkit.evals.synthetic import SyntheticCheckpoint
 from quantkit.kernels import cpu
 from quantkit.kernels.cpu_operators import BlockOperands, Blocks
 from quantkit.kernels.library import load_kernels
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.tensors.tensor_slice import TensorSlice
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -58,6 +58,23 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "residual multiplier": {"residual_multiplier": 0.3},
     "width norms": {"qk_norm": "width"},
+    "norms after rotation": {"qk_norm": "head", "qk_norm_after_rotary": True},
+    "norms after rotation, clip, query scale": {
+        "qk_norm": "head",
+        "qk_norm_after_rotary": True,
+        "clip_qkv": 0.4,
+        "rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7),
+    },
+    "centered norms": {"centered_norms": True},
+    "centered norms on both sides": {
+        "centered_norms": True,
+        "norms": "both",
+        "norm_offset": 0.4,
+        "residual_multiplier": 0.3,
+    },
+    "parallel": {"parallel_branches": True},
+    "parallel, norms after": {"parallel_branches": True, "norms": "both"},
+    "squares": {"mlp_gate": False, "activation": "relu2", "mlp_bias": True},
     "clip": {"clip_qkv": 0.4},
     "clip, head norms": {"clip_qkv": 0.4, "qk_norm": "head"},
     "window rope": {"layers": WINDOWED, "window_rope": replace(PLAIN_ROPE, theta=50.0)},
@@ -99,6 +116,60 @@ FEATURES: dict[str, dict[str, Any]] = {
         "layers": (LayerConfig(mixer="gated_delta"),) * 2 + (LayerConfig(),),
         "gated_delta": DELTA,
     },
+    "as in Cohere 2": {
+        "centered_norms": True,
+        "parallel_branches": True,
+        "layers": (*WINDOWED[:2], LayerConfig(rotary=False)),
+        "logit_multiplier": 0.7,
+    },
+    "chunks": {"layers": (LayerConfig(chunk=6), LayerConfig(), LayerConfig(chunk=5))},
+    "query scale of layers without rotation": {
+        "layers": (LayerConfig(rotary=False), LayerConfig(), LayerConfig(rotary=False)),
+        "query_scale": QueryScaleConfig(strength=0.7, floor=4),
+    },
+    "bare norms": {"qk_norm": "bare", "layers": (LayerConfig(rotary=False), *(LayerConfig(),) * 2)},
+    "as in Llama 4": {
+        "qk_norm": "bare",
+        "qk_norm_after_rotary": True,
+        "query_scale": QueryScaleConfig(strength=0.7, floor=4),
+        "layers": (
+            LayerConfig(chunk=6, experts=True),
+            LayerConfig(chunk=6),
+            LayerConfig(rotary=False, experts=True),
+        ),
+        "experts": ExpertsConfig(
+            count=6,
+            size=40,
+            per_token=2,
+            shared_size=56,
+            normalized=False,
+            scores="sigmoid",
+            weighted_inputs=True,
+        ),
+    },
+    "as in Nemotron H": {
+        "mlp_gate": False,
+        "activation": "relu2",
+        "wide_norms": True,
+        "layers": (
+            LayerConfig(mixer="mamba2", feed_forward=False),
+            LayerConfig(mixer="none"),
+            LayerConfig(rotary=False, feed_forward=False),
+            LayerConfig(mixer="none", experts=True),
+        ),
+        "mamba2": MAMBA,
+        "experts": ExpertsConfig(
+            count=6,
+            size=40,
+            per_token=2,
+            shared_size=56,
+            score_correction=True,
+            float32_router=True,
+            scores="sigmoid",
+            normalization_eps=1e-20,
+            scaling=2.5,
+        ),
+    },
     "query scale": {"rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7)},
     "outside of blocks": {
         "embedding_multiplier": 3.0,
@@ -134,21 +205,6 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7),
     },
 }
-
-
-class RandomWeights(SyntheticCheckpoint):
-    """As the checkpoint it is made like, with norms, biases and sinks that differ and weights
-    that are larger.
-    """
-
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
-        weight = super().load(name)
-        if isinstance(weight, QuantTensor):
-            weight = replace(weight, scale=weight.scale * 8)
-        elif weight.dim() == 1:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            weight = weight + torch.randn(weight.shape, generator=generator).to(weight.dtype) / 4
-        return weight if part is None else part.of_weight(weight)
 
 
 def _checkpoint(**features: Any) -> RandomWeights:
@@ -204,7 +260,17 @@ def test_blocks_in_one_call_give_the_modules_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["all", "short convolution, biases", "as in Qwen3.5", "state space"]
+    "name",
+    [
+        "all",
+        "short convolution, biases",
+        "as in Qwen3.5",
+        "state space",
+        "norms after rotation, clip, query scale",
+        "as in Cohere 2",
+        "as in Nemotron H",
+        "as in Llama 4",
+    ],
 )
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
 def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype, name: str) -> None:
@@ -235,25 +301,10 @@ def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype, name: s
                 start += count
 
 
-SETTINGS = (
-    "heads",
-    "kv_heads",
-    "window",
-    "scale",
-    "softcap",
-    "clip",
-    "gated",
-    "activation",
-    "limit",
-    "eps",
-    "multiplier",
-    "per_token",
-    "normalized",
-)
-"""Of a block, in order."""
-
 FORGOTTEN: dict[str, tuple[str, Any]] = {
-    "query scale": ("query_scale", None),
+    "query scale": ("query_scales", None),
+    "query scale of layers without rotation": ("query_scales", None),
+    "chunks": ("chunk", 0),
     "window rope": ("window", 0),
     "scale": ("scale", None),
     "softcap": ("softcap", None),
@@ -261,6 +312,9 @@ FORGOTTEN: dict[str, tuple[str, Any]] = {
     "gelu": ("activation", "silu"),
     "swiglu_oai": ("limit", None),
     "residual multiplier": ("multiplier", 1.0),
+    "norms after rotation": ("norms_rotated", False),
+    "centered norms on both sides": ("centered", False),
+    "parallel": ("parallel", False),
 }
 """By the feature, the operand that a wrong kernel does not look at, and what it does instead."""
 
@@ -281,8 +335,8 @@ class _Forgetful:
 
     def _prepare_blocks(self, blocks: Sequence[BlockOperands], exact: bool) -> Blocks:
         def changed(settings: tuple[Any, ...]) -> tuple[Any, ...]:
-            named = dict(zip(SETTINGS, settings, strict=True))
-            return tuple((named | {self._operand: self._instead}).values())[: len(SETTINGS)]
+            named = dict(zip(PLAIN_SETTINGS, settings, strict=True))
+            return tuple((named | {self._operand: self._instead}).values())[: len(PLAIN_SETTINGS)]
 
         prepared: Blocks = self._kernels.prepare_blocks(
             [(*halves, changed(own)) for *halves, own in blocks], exact
@@ -290,10 +344,11 @@ class _Forgetful:
         return prepared
 
     def _run_blocks(
-        self, x: Tensor, blocks: int, angles: list[Tensor], query_scale: Tensor, *operands: Any
+        self, x: Tensor, blocks: int, angles: list[Tensor], query_scales: list[Any], *operands: Any
     ) -> None:
-        scale = self._instead if self._operand == "query_scale" else query_scale
-        self._kernels.run_blocks(x, blocks, angles, scale, *operands)
+        if self._operand == "query_scales":
+            query_scales = [self._instead] * len(query_scales)
+        self._kernels.run_blocks(x, blocks, angles, query_scales, *operands)
 
     def _cached_attention(self, *operands: Any) -> Tensor:
         changed = list(operands)

@@ -35,16 +35,24 @@ def test_positions_turn_by_the_same_angles(
 
 
 @pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("is_centered", [False, True], ids=["plain", "centered"])
 @pytest.mark.parametrize("size", [1, 20, 576, 4864])
-def test_the_norm_is_right_whatever_the_size_of_the_states(variant: str, size: int) -> None:
+def test_the_norm_is_right_whatever_the_size_of_the_states(
+    variant: str, size: int, is_centered: bool
+) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    kernels = load_kernels(variant)
     for magnitude in (1e-6, 1.0, 1e6):
-        x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0)) * magnitude
-        mean_square = x.double().square().mean(-1, keepdim=True)
-        expected = x.double() / (mean_square + 1e-5).sqrt() * weight.double()
-        normed = load_kernels(variant).rms_norm(x, weight, 1e-5)
-        torch.testing.assert_close(normed.double(), expected, rtol=1e-5, atol=1e-9)
-        alone = torch.stack([load_kernels(variant).rms_norm(row, weight, 1e-5) for row in x])
+        # The mean is not small beside the deviation.
+        x = (1 + torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0))) * magnitude
+        wide = x.double()
+        if is_centered:
+            wide = wide - wide.mean(-1, keepdim=True)
+        mean_square = wide.square().mean(-1, keepdim=True)
+        expected = wide / (mean_square + 1e-5).sqrt() * weight.double()
+        normed = kernels.norm(x, weight, 1e-5, is_centered)
+        torch.testing.assert_close(normed.double(), expected, rtol=1e-5, atol=1e-5)
+        alone = torch.stack([kernels.norm(row, weight, 1e-5, is_centered) for row in x])
         assert torch.equal(normed, alone)
 
 
@@ -78,6 +86,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     with pytest.raises(RuntimeError, match="pairs"):
         kernels.rotations(torch.zeros(2, dtype=torch.long), torch.zeros(33), 1.0, 64)
     with pytest.raises(RuntimeError, match="weight"):
-        kernels.rms_norm(torch.zeros(2, 64), torch.zeros(63), 1e-5)
+        kernels.norm(torch.zeros(2, 64), torch.zeros(63), 1e-5)
     with pytest.raises(RuntimeError, match="logits"):
         kernels.find_likeliest(torch.zeros(2, 64, dtype=torch.float64))

@@ -666,16 +666,20 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
         num_kv_heads=1,
         head_dim=32,
         window=None,
+        chunk=None,
         rotary=True,
         attention_scale=None,
         attention_softcap=None,
         clip_qkv=None,
         attention_gate=False,
+        qk_norm_after_rotary=False,
         activation="silu",
         activation_limit=None,
         activation_alpha=1.702,
         norm_eps=1e-5,
+        centered_norms=False,
         residual_multiplier=1.0,
+        parallel_branches=False,
     )
     run = prepare_blocks([(weights(), settings), (weights(), settings)], dtype)
     assert run is not None
@@ -690,7 +694,7 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
             BlockStep(
                 positions=positions,
                 slots=None,
-                query_scale=None,
+                query_scales=[None, None],
                 is_prefill=False,
                 angles=[(angle, angle)] * 2,
                 cached=cached,

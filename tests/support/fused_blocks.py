@@ -10,6 +10,37 @@ from torch import Tensor
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 
+PLAIN_SETTINGS: dict[str, Any] = {
+    "heads": 1,
+    "kv_heads": 1,
+    "window": 0,
+    "chunk": 0,
+    "scale": None,
+    "softcap": None,
+    "clip": None,
+    "gated": False,
+    "norms_rotated": False,
+    "activation": "silu",
+    "limit": None,
+    "eps": 1e-5,
+    "centered": False,
+    "multiplier": 1.0,
+    "parallel": False,
+    "per_token": 0,
+    "sigmoid": False,
+    "normalized": True,
+    "normalization_eps": 0.0,
+    "scaling": 1.0,
+    "weighted_inputs": False,
+}
+"""The settings of a block as Llama's in the order in which the kernels take them."""
+
+
+def list_settings(**changes: Any) -> tuple[Any, ...]:
+    """List a block's settings as the kernels take them."""
+    assert changes.keys() <= PLAIN_SETTINGS.keys()
+    return tuple((PLAIN_SETTINGS | changes).values())
+
 
 def block_logits(
     model: Decoder,
