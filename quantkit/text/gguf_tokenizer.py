@@ -75,17 +75,16 @@ def build_folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, byt
     pipeline_settings = _read_pipeline_settings(settings)
     files: dict[str, bytes] = {}
     # A tokenizer.json needs a list of merges; other scores are only written as a tokenizer.model.
-    if vocabulary.model == keys.BPE or scores_are_ranks(
-        _mergeable(vocabulary, ids), vocabulary.ids()
-    ):
+    has_merges = vocabulary.model == keys.BPE or len(vocabulary.merges) > 0
+    if has_merges or scores_are_ranks(_mergeable(vocabulary, ids), vocabulary.ids()):
         raw = tokenizer_json(vocabulary, ids, adds)
         if keys.PIPELINE in metadata:
             _restore_parts(raw, vocabulary, pipeline_settings)
         else:
             _adapt_added_tokens(raw, vocabulary, str(metadata.get("general.name")))
         files["tokenizer.json"] = _json(raw, indent=None)
-    # A sentencepiece model has exactly one unknown piece.
-    if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
+    # A sentencepiece model has exactly one unknown piece, and no merges but those of its scores.
+    if not has_merges and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
     if not files:
         raise CheckpointError(
@@ -181,7 +180,7 @@ def tokenizer_json(
     for number, spelling in enumerate(spellings):
         vocab[spelling] = number
     if spm:
-        merges = _order_merges_by_score(vocabulary, ids, vocab)
+        merges = list(vocabulary.merges) or _order_merges_by_score(vocabulary, ids, vocab)
         ignore_merges = False
         normalizer: dict[str, Any] | None = REPLACE_SPACES
         steps: list[dict[str, Any]] = [RESTORE_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]

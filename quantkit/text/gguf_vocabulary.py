@@ -51,6 +51,7 @@ runs without merges.
 
 SPM = "llama"
 BPE = "gpt2"
+GEMMA4 = "gemma4"
 ID_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -106,7 +107,6 @@ _OTHER_TOKENIZERS = {
     "t5": "sentencepiece's unigram",
     "rwkv": "RWKV's",
     "plamo2": "PLaMo 2's",
-    "gemma4": "Gemma 4's",
 }
 # Letters of all splits of tokens into two; Gemma's 256,000 tokens have 2**24.
 _MAX_SPLITS = 1 << 28
@@ -126,7 +126,8 @@ class Vocabulary:
         tokens: spellings by id, without duplicates.
         types: of each token.
         scores: of each token; empty for `BPE`.
-        merges: pairs, best first; empty for `SPM`.
+        merges: pairs, best first; empty for `SPM`, unless a list says what its scores do not, as in
+            files of Gemma 4 (`GEMMA4`).
         pre: llama.cpp's name for the splitting of text into words; empty for `SPM`.
         space_prefix: whether a space is added before text, and before text that follows a special
             token.
@@ -262,7 +263,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         model = _NO_TOKENIZER[0]
     if model in _NO_TOKENIZER:
         return None
-    if model not in (SPM, BPE):
+    if model not in (SPM, BPE, GEMMA4):
         kind = _OTHER_TOKENIZERS.get(model, "unknown")
         raise UnsupportedError(
             "the tokenizer cannot be rebuilt exactly",
@@ -283,20 +284,23 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         types.pop()
     if not tokens:
         raise CheckpointError("the tokenizer has no tokens", path=path)
-    if model == SPM:
+    if model in (SPM, GEMMA4):
         _require_byte_tokens(tokens, path)
         # A token of n letters has n - 1 splits of n letters each.
         if sum(len(token) ** 2 for token in tokens) > _MAX_SPLITS:
             raise CheckpointError("the tokenizer's tokens are too long to be split", path=path)
         scores = _read_scores(settings, path)
+        merges: list[tuple[str, str]] = []
+        if model == GEMMA4:
+            merges = _read_merges(settings, tokens=set(tokens))
         return Vocabulary(
             model=SPM,
             tokens=tokens,
             types=types,
             scores=scores[: len(types)],
-            merges=[],
+            merges=merges,
             pre="",
-            space_prefix=settings.flag(SPACE_PREFIX, True),
+            space_prefix=settings.flag(SPACE_PREFIX, model == SPM),
         )
     if settings.has(PRE):
         pre = settings.string(PRE)
@@ -361,7 +365,7 @@ def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
         if number is not None:
             ids[name] = number
         # llama.cpp's ids for files that do not state them.
-        elif vocabulary.model == SPM and not settings.has(key) and name in _SPM_DEFAULTS:
+        elif _is_plain_spm(vocabulary) and not settings.has(key) and name in _SPM_DEFAULTS:
             ids[name] = _SPM_DEFAULTS[name]
     return ids
 
@@ -422,7 +426,7 @@ def read_added_ends(
     """Read whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is
     no such token.
     """
-    bos = settings.flag(ADD_BOS, vocabulary.model == SPM or vocabulary.pre in ADDS_BOS)
+    bos = settings.flag(ADD_BOS, _is_plain_spm(vocabulary) or vocabulary.pre in ADDS_BOS)
     eos = settings.flag(ADD_EOS, False)
     for key, is_added, name in ((ADD_BOS, bos, "bos_token"), (ADD_EOS, eos, "eos_token")):
         if is_added and name not in ids:
@@ -430,6 +434,11 @@ def read_added_ends(
                 f"{key} is true, but there is no {ID_KEYS[name]}", path=settings.path
             )
     return bos, eos
+
+
+def _is_plain_spm(vocabulary: Vocabulary) -> bool:
+    """Return whether a vocabulary is one to which llama.cpp's defaults for sentencepiece apply."""
+    return vocabulary.model == SPM and not vocabulary.merges
 
 
 def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:

@@ -164,6 +164,33 @@ def test_a_tokenizer_comes_back_the_same_way(
             assert read.encode(marked, specials=True) == original.encode(marked, specials=True)
 
 
+@pytest.mark.parametrize("kind", ["gemma-json", "gemma-runs"])
+def test_a_list_of_merges_counts_in_files_of_gemma_4(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """llama.cpp's converter writes the same score for all tokens."""
+    raw = json.loads((folders[kind] / "tokenizer.json").read_text())
+    metadata = _metadata(folders[kind])
+    metadata.pop("quantkit.tokenizer_json", None)
+    metadata |= {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.scores": [-1000.0] * len(metadata["tokenizer.ggml.tokens"]),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in raw["model"]["merges"]],
+    }
+    tokens = list(raw["model"]["vocab"])
+    metadata["tokenizer.ggml.tokens"][: len(tokens)] = tokens
+    folder = _folder(metadata, tmp_path / "read")
+    assert not (folder / "tokenizer.model").exists()
+    original, read = load_tokenizer(folders[kind]), load_tokenizer(folder)
+    for text in TEXTS:
+        ids = original.encode(text)
+        assert read.encode(text) == ids
+        assert read.decode(ids) == original.decode(ids)
+    without = {key: value for key, value in metadata.items() if not key.endswith("merges")}
+    with raises(CheckpointError, "merges"):
+        build_folder_files(without, Path("model.gguf"))
+
+
 def test_what_llama_cpp_reads(folders: dict[str, Path]) -> None:
     metadata = _metadata(folders["sentencepiece"])
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
