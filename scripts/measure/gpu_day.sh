@@ -6,12 +6,12 @@
 #
 #   1  the machine and its ceilings, two layers through inductor with the code that it makes, the tests that need a GPU
 #   2  a small model says the same as on the CPU; whole models decode in each way, profiled, with tile configs as they are
-#   3  kernels and tiles side by side: few tokens, many, attention over either cache; block types of llama.cpp
+#   3  kernels and tiles side by side: few tokens, many, attention over either cache
 #   4  tile configs for the shapes of Llama-2-7B and Llama-3.1-8B, the most used first
 #   5  every shape at 1 to 4096 tokens and whole models, next to bfloat16 and peers
 #   6  GPTQ on the GPU against the CPU
 #
-# Results go to $OUT or ./gpu-day: a log and at most three files a stage. Stage 5 takes the tile configs that stage 4 left
+# Results go to $OUT or ./gpu-day: a log and at most two files a stage. Stage 5 takes the tile configs that stage 4 left
 # in ./gpu-day/triton_configs.json, so copy them there, and decodes as QUANTKIT_DECODE says: set it to what was fastest
 # in stage 2. Wheels of scripts/measure/gpu_wheels.sh in ./.whl are installed first. A dry run takes tiny sizes through Triton's
 # interpreter, on the CPU.
@@ -69,8 +69,6 @@ run() {
         ;;
     3)
         try 270 "$python" scripts/measure/gpu_kernels.py --out "$out/kernels.json" --seconds 220
-        try 250 "$python" scripts/measure/gpu_kernels.py --out "$out/stored.json" --seconds 200 --what few,many \
-            --schemes q4_k,q8_0,q6_k,q5_0,iq4_xs
         ;;
     4)
         local configs="$out/triton_configs.json"
@@ -85,7 +83,7 @@ run() {
         try 190 "$python" scripts/measure/measure_gpu.py --schemes int8,int4-g128 --json "$out/products.json" --seconds 170 \
             "${dry[@]}"
         try 210 "$python" scripts/measure/gpu_decode.py --out "$out/decode.json" --shapes llama-2-7b,llama-3.1-8b \
-            --schemes bf16,int4-g128,int4-g128+modules,int8,int8+modules,int4-g128+head-int8,q4_k,q8_0 --contexts 128,4096 \
+            --schemes bf16,int4-g128,int4-g128+modules,int8,int8+modules,int4-g128+head-int8 --contexts 128,4096 \
             --prefill 2048 --decoding "${QUANTKIT_DECODE:-compiled}" --seconds 150
         ;;
     6)

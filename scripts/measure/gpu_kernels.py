@@ -2,14 +2,13 @@ r"""Stage 3 of `gpu_day.sh`: kernels and tiles side by side, where only a GPU ca
 faster.
 
     python scripts/measure/gpu_kernels.py [--out FILE.json] [--seconds 300] \
-        [--what few,gemv,many,attention] [--schemes int4-g128,int8,q4_k]
+        [--what few,gemv,many,attention]
 
 few: tensor cores for 1 and 16 tokens, 16 or 32 rows a program, rows split 1 to 16 times, loads
-ahead or not. gemv: the kernel for single products, some tiles, loads ahead or not; block types of
-llama.cpp have none. many: tiles of 64 to 256 rows and 64 or 128 tokens for 32 to 1024 tokens, next
-to the weight made floats first and to bfloat16. attention: of one token over 256 to 8192 positions
-of either cache. Prints microseconds and bytes a second as a share of a copy's, and at the end the
-fastest of each kind.
+ahead or not. gemv: the kernel for single products, some tiles, loads ahead or not. many: tiles of
+64 to 256 rows and 64 or 128 tokens for 32 to 1024 tokens, next to the weight made floats first and
+to bfloat16. attention: of one token over 256 to 8192 positions of either cache. Prints microseconds
+and bytes a second as a share of a copy's, and at the end the fastest of each kind.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from torch import Tensor
 
 from quantkit.evals.timing import measure_bandwidth
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_layout import find_layout
 from quantkit.kernels.triton_tiles import TileConfig, count_staged_bytes, gemm_warps, max_split
 from quantkit.kernels.triton_tune import copies_beyond_cache, multiply, seconds_each
 from quantkit.model.cache import KVCache
@@ -41,6 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from shared.models import make_random_weight
 
 SHAPES = ((48, 256),) if gpu.DRY else ((12288, 4096), (22016, 4096), (4096, 11008))
+SCHEMES = ("int4-g128", "int8")
 _SHARED = 200 << 10  # bytes of it that tiles may take
 
 
@@ -112,31 +111,30 @@ def many(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
 class Products:
     """Products of one kind, over all shapes and schemes."""
 
-    def __init__(
-        self, results: gpu.Results, copied: float, seconds: float, schemes: list[str]
-    ) -> None:
+    def __init__(self, results: gpu.Results, copied: float, seconds: float) -> None:
         self.results, self.copied, self.seconds = results, copied, seconds
-        self.schemes = schemes
         self.best: dict[tuple[Any, ...], tuple[float, str]] = {}
 
     def run(self, what: str, kinds: Callable[[int, int], Iterator[tuple[int, TileConfig]]]) -> None:
-        for text, (rows, columns) in itertools.product(self.schemes, SHAPES):
+        for text, (rows, columns) in itertools.product(SCHEMES, SHAPES):
             if what == "many" and columns > 2 * SHAPES[0][1]:
                 continue
-            scheme = QuantScheme.parse(text)
-            in_planes = text not in ("int8", "q4_0") and find_layout(scheme) is not None
-            if what == "gemv" and in_planes:
-                continue
-            configs = list(dict.fromkeys(kinds(scheme.bits, columns)))
-            self._shape(what, text, rows, columns, configs)
+            self._shape(
+                what,
+                text,
+                rows,
+                columns,
+                list(dict.fromkeys(kinds(4 if text != "int8" else 8, columns))),
+            )
 
     def _shape(
         self, what: str, text: str, rows: int, columns: int, kinds: list[tuple[int, TileConfig]]
     ) -> None:
         scheme = QuantScheme.parse(text)
+        group = scheme.group_size
         weight = make_random_weight(scheme, rows, columns, gpu.DEVICE)
         prepared = TritonBackend().prepare(weight)
-        size = sum(tensor.nbytes for tensor in prepared.values()) - prepared["arrived"].nbytes
+        size = prepared["words"].nbytes + prepared["scale"].nbytes
         count = copies_beyond_cache(size, gpu.DEVICE)
         copies = [
             prepared,
@@ -154,7 +152,7 @@ class Products:
             for tokens, _ in kinds
         }
         with ThreadPoolExecutor() as pool:  # to compile; what fails will fail again
-            list(pool.map(lambda kind: self._once(x[kind[0]], prepared, scheme, kind[1]), kinds))
+            list(pool.map(lambda kind: self._once(x[kind[0]], prepared, group, kind[1]), kinds))
         for tokens in x:
             calls = [partial(F.linear, x[tokens], one) for one in plain]
             self._time(what, text, rows, columns, tokens, "bf16", calls, floats.nbytes)
@@ -162,14 +160,14 @@ class Products:
             if gpu.spent(self.seconds):
                 self.results.add(left_out=f"{what} {text} {rows}x{columns}: time is up")
                 return
-            calls = [partial(multiply, x[tokens], one, scheme, config) for one in copies]
+            calls = [partial(multiply, x[tokens], one, group, config) for one in copies]
             self._time(what, text, rows, columns, tokens, _describe(config), calls, size)
 
     def _once(
-        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, config: TileConfig
+        self, x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig
     ) -> None:
         with suppress(Exception):
-            multiply(x, prepared, scheme, config)
+            multiply(x, prepared, group, config)
 
     def _time(
         self,
@@ -278,13 +276,11 @@ def _time_attention(
 
 
 def main() -> None:
-    given = gpu.options(
-        __doc__.splitlines()[0], what="few,gemv,attention,many", schemes="int4-g128,int8"
-    )
+    given = gpu.options(__doc__.splitlines()[0], what="few,gemv,attention,many")
     results = gpu.Results(given.out)
     copied = 1e9 if gpu.DRY else measure_bandwidth(gpu.DEVICE)
     results.add(copy_bytes_a_second=copied)
-    products = Products(results, copied, given.seconds, given.schemes.split(","))
+    products = Products(results, copied, given.seconds)
     for what in given.what.split(","):
         if what == "attention":
             results.attempt(what, lambda: attention(results, copied))

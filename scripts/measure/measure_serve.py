@@ -61,12 +61,6 @@ from shared.tables import format_header, format_row
 START_SECONDS = 600.0
 FIRST_ID = 300  # below are special tokens and bytes
 LLAMA, VLLM = "llama-server", "vLLM"
-FILES_WITH_ENDS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
 
 
 @dataclass
@@ -145,16 +139,13 @@ def make(folder: Path, scheme: str) -> Path:
 
 
 def link_without_ends(source: Path, folder: Path) -> Path:
-    """Return a view of a folder whose configs and tokenizer name no end token."""
+    """Return a view of a folder whose config names no end token."""
     view = folder / source.resolve().name
     view.mkdir()
     for path in source.resolve().iterdir():
-        if path.name in FILES_WITH_ENDS:
+        if path.name in ("config.json", "generation_config.json"):
             settings = json.loads(path.read_text())
-            # Configs state ids, a tokenizer's files the spelling. Without either, the tokenizer's
-            # class may have one.
-            no_ends = {"eos_token_id": None, "eos_token": None}
-            (view / path.name).write_text(json.dumps(settings | no_ends))
+            (view / path.name).write_text(json.dumps(settings | {"eos_token_id": None}))
         else:
             (view / path.name).symlink_to(path)
     return view

@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from quantkit.kernels.triton_tiles import SHIPPED_FILE, TOKENS, config_name, gpu_spec, save_configs
+from quantkit.kernels.triton_tiles import SHIPPED_FILE, TOKENS, gpu_spec, save_configs
 from quantkit.tensors.scheme import QuantScheme
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -64,8 +64,8 @@ def main() -> None:
         scheme = QuantScheme.parse(text)
         weight = make_random_weight(scheme, rows, columns, device)
         prepared = TritonBackend().prepare(weight)
-        found = tune(prepared, scheme, columns, [tokens])
-        save_configs(options.output, gpu_spec(device), config_name(scheme), rows, columns, found)
+        found = tune(prepared, text, columns, [tokens])
+        save_configs(options.output, gpu_spec(device), text, rows, columns, found)
 
 
 if __name__ == "__main__":

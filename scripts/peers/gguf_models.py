@@ -88,6 +88,26 @@ _GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 64,
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 32}
+_HYBRID = {
+    **_MAMBA,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "shared_intermediate_size": 512,
+}
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "time_step_min": 1e-30,
+}
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 64,
+    "sliding_window": 64,
+    "num_kv_shared_layers": 0,
+}
 MXFP4 = "gptoss-mxfp4"
 """The name of the model whose experts are stored in MXFP4, as published ones are."""
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -133,6 +153,66 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention", "conv", "full_attention"],
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": True,
+        },
+    ),
+    "granitehybrid": ("granitemoehybrid", "llama3", {**_HYBRID, "num_local_experts": 0}),
+    "granitehybrid-moe": (
+        "granitemoehybrid",
+        "llama3",
+        {
+            **_HYBRID,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 256,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "bamba": ("bamba", "llama3", {**_MAMBA, "attn_layer_indices": [1, 3]}),
+    # Without a smallest step size that llama.cpp would leave out.
+    "nemotronh": ("nemotron_h", "llama3", {**_NEMOTRON_H, "mlp_bias": True}),
+    "nemotronh-moe": (
+        "nemotron_h",
+        "llama3",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "moe_shared_expert_intermediate_size": 256,
+            "moe_latent_size": 128,
+        },
+    ),
+    "gemma4": ("gemma4_text", "gemma", {**_GEMMA4, "hidden_size_per_layer_input": 0}),
+    "gemma4-small": (
+        "gemma4_text",
+        "gemma",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 928,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        "gemma",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 256,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
         },
     ),
     "lfm2moe": (

@@ -31,6 +31,8 @@ from shared.tables import print_header, print_row
 
 TOKENS, PROMPT, NEW = 200, 12, 50
 LOGITS, KL, TIE = 2e-3, 1e-3, 0.05
+# llama.cpp's table of GELU has larger effects in Gemma 4, and changes the choice of experts.
+GELU, GELU_KL = "gemma4", 1e-4
 KEPT = "MXFP4"
 SCHEMES: dict[str, dict[str, Any]] = {
     "Q8_0": {"scheme": "int8"},
@@ -169,7 +171,12 @@ def compare(python: Path, name: str, kind: str, source: Path, file: Path) -> boo
         same_tokens,
         template,
     )
-    close = difference <= LOGITS if kind == "F32" else mean <= KL
+    if kind != "F32":
+        close = mean <= KL
+    elif name.startswith(GELU):
+        close = mean <= GELU_KL
+    else:
+        close = difference <= LOGITS
     return bool(
         close
         and not (~same & clear).any()
@@ -213,8 +220,13 @@ def equal_codes(source: Path, file: Path) -> bool:
             # Canonical rows of a rotary pair are half a head apart, and so are the other rows.
             heads = expected.reshape(rows // config.head_dim, 2, config.head_dim // 2, columns)
             rotated = (config.rope.rotary_dim or config.head_dim) // 2
-            pairs = heads[:, :, :rotated].swapaxes(1, 2).reshape(len(heads), -1, columns)
-            others = heads[:, :, rotated:].reshape(len(heads), -1, columns)
+            first, others = heads[:, :, :rotated], heads[:, :, rotated:]
+            if config.leading_rotary:
+                rows_of_heads = expected.reshape(len(heads), config.head_dim, columns)
+                first = rows_of_heads[:, : 2 * rotated].reshape(len(heads), 2, rotated, columns)
+                others = rows_of_heads[:, 2 * rotated :]
+            pairs = first.swapaxes(1, 2).reshape(len(heads), -1, columns)
+            others = others.reshape(len(heads), -1, columns)
             expected = np.concatenate((pairs, others), 1).reshape(rows, columns)
         theirs = gguf.quants.dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)
         if stored[tensor.name].tensor_type.name not in ("Q8_0", "Q4_0", KEPT) or not np.array_equal(

@@ -11,9 +11,8 @@ import quantkit
 from quantkit.evals.synthetic import synthetic
 from quantkit.formats.container import Output
 from quantkit.formats.registry import HF
-from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import Codes, QuantScheme, Scales
+from quantkit.tensors.scheme import QuantScheme
 
 
 def make_tinyllama(models: Path, scheme: str, head: str | None) -> Path:
@@ -62,18 +61,10 @@ def make_random_weight(
     scale: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> QuantTensor:
-    """Return a weight [rows, columns] of random codes, all scales the same; minima, where the
-    scheme has them, are half of the range.
-    """
+    """Return a symmetric weight [rows, columns] of random codes, all scales the same."""
     codes = torch.randint(
         scheme.levels, (rows, columns), dtype=torch.uint8, device=device, generator=generator
     )
     shape = rows, scheme.groups(columns)
-    if scheme.scales is not Scales.FLOATS:
-        # The numbers of a table are larger than its codes.
-        step = scale / 16 if scheme.codes is Codes.TABLE else scale
-        steps = torch.full(shape, step, device=device)
-        offsets = None if scheme.symmetric else steps * (scheme.levels / 2)
-        return QuantTensor.of_blocks(codes, BlockScales.nearest(steps, offsets, scheme), scheme)
     scales = torch.full(shape, scale, dtype=torch.bfloat16, device=device)
     return QuantTensor(codes, scales, None, scheme)
