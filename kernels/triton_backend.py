@@ -21,17 +21,10 @@ from quantkit.kernels.backend import (
     count_scale_bytes,
 )
 from quantkit.kernels.build import cache_folder
-from quantkit.kernels.triton_layout import (
-    PLANE_FIELDS,
-    count_plane_bytes,
-    find_layout,
-    require_layout,
-)
 from quantkit.kernels.triton_tiles import (
     CACHED_FILE,
     TOKENS,
     UNIT,
-    config_name,
     gpu_spec,
     read_measured_configs,
     save_configs,
@@ -79,11 +72,10 @@ class TritonBackend(Backend):
             return "runs on GPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
-        if not _is_in_words(scheme) and find_layout(scheme) is None:
-            return (
-                "serves int8 per row, int8 and int4 in groups of 32, 64 or 128, and llama.cpp's"
-                " block types"
-            )
+        # Blocks of llama.cpp have minima, or scales of scales.
+        of_int4 = scheme.is_int4 and scheme.group_size in _GROUPS and scheme.scales is Scales.FLOATS
+        if not (scheme == QuantScheme(8, None) or of_int4):
+            return "serves int8 per row, and int4 in groups of 32, 64 or 128"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         # torch reports AMD's GPUs as "cuda" too; their versions are not compute capabilities.
@@ -111,8 +103,6 @@ class TritonBackend(Backend):
 
     def count_bytes(self, spec: TensorSpec) -> int:
         assert spec.scheme is not None
-        if not _is_in_words(spec.scheme):
-            return count_plane_bytes(spec, require_layout(spec.scheme))
         # Words are padded to whole units of columns.
         padded_columns = -(-spec.shape[1] // UNIT) * UNIT
         code_bytes = spec.shape[0] * padded_columns * spec.scheme.bits // 8
@@ -123,8 +113,6 @@ class TritonBackend(Backend):
         from quantkit.kernels.triton_skinny import allocate_counters
         from quantkit.kernels.triton_words import pack
 
-        if not _is_in_words(weight.scheme):
-            return _prepare_planes(weight)
         words = pack(weight.codes, weight.scheme.bits)
         scale = _pad_groups(weight.scale, weight)
         if weight.zero is None:
@@ -138,7 +126,8 @@ class TritonBackend(Backend):
             **zero,
             "arrived": allocate_counters(len(words), words.device),
         }
-        _tune_if_asked(prepared, weight)
+        if os.environ.get(TUNE_SETTING) == "1" and words.is_cuda and words.numel() >= _TUNE_WORDS:
+            _tune_shape(prepared, weight)
         return prepared
 
     def dequantize_rows(
@@ -146,8 +135,6 @@ class TritonBackend(Backend):
     ) -> Tensor:
         from quantkit.kernels.triton_words import unpack
 
-        if not _is_in_words(scheme):
-            return _dequantize_planes(prepared, scheme, in_features, index)
         codes = unpack(prepared["words"][index], scheme.bits)[:, :in_features]
         groups = scheme.groups(in_features)
         if "zero" in prepared:
@@ -179,30 +166,15 @@ class TritonBackend(Backend):
         out_features: int,
         bias: Tensor | None,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        product: Tensor
-        if _is_in_words(scheme):
-            product = torch.ops.quantkit_triton.linear(
-                rows,
-                prepared["words"],
-                prepared["scale"],
-                prepared.get("zero"),
-                bias,
-                scheme.group_size,
-                prepared["arrived"],
-            )
-        else:
-            layout = require_layout(scheme)
-            product = torch.ops.quantkit_triton.plane_linear(
-                rows,
-                *(prepared.get(name) for name in PLANE_FIELDS),
-                bias,
-                layout.low_bits,
-                layout.high_bits,
-                layout.group,
-                config_name(scheme),
-                prepared["arrived"],
-            )
+        product: Tensor = torch.ops.quantkit_triton.linear(
+            x.reshape(-1, x.shape[-1]),
+            prepared["words"],
+            prepared["scale"],
+            prepared.get("zero"),
+            bias,
+            scheme.group_size,
+            prepared["arrived"],
+        )
         return product.view(*x.shape[:-1], out_features)
 
 
@@ -245,13 +217,6 @@ def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
     """
     # A bank of experts has quantized weights only.
     assert linear.scheme is not None
-    if not _is_in_words(linear.scheme):
-        layout = require_layout(linear.scheme)
-        planes = [linear.prepared.get(name) for name in PLANE_FIELDS]
-        of_planes: Tensor = torch.ops.quantkit_triton.plane_linear_of_experts(
-            x, *planes, linear.bias, chosen, layout.low_bits, layout.high_bits, layout.group
-        )
-        return of_planes
     words = linear.prepared["words"]
     scale = linear.prepared["scale"]
     zero = linear.prepared.get("zero")
@@ -270,61 +235,17 @@ def _pad_groups(values: Tensor, weight: QuantTensor) -> Tensor:
     return F.pad(values, (0, missing)).contiguous()
 
 
-def _is_in_words(scheme: QuantScheme) -> bool:
-    """Return whether a scheme's weights are packed in words (`triton_words`): int8 with one scale a
-    row, and int4 with floats as scales.
-    """
-    if scheme == QuantScheme(8, None):
-        return True
-    return scheme.is_int4 and scheme.group_size in _GROUPS and scheme.scales is Scales.FLOATS
-
-
-def _prepare_planes(weight: QuantTensor) -> Prepared:
-    """Convert a weight as `Backend.prepare` does, to the tensors of a `PlaneWeight`."""
-    from quantkit.kernels import triton_plane_linear  # noqa: F401  (registers the operator)
-    from quantkit.kernels.triton_planes import pack_weight
-    from quantkit.kernels.triton_skinny import allocate_counters
-
-    packed = pack_weight(weight, require_layout(weight.scheme))
-    prepared: Prepared = {}
-    for name in PLANE_FIELDS:
-        tensor = getattr(packed, name)
-        if tensor is not None:
-            prepared[name] = tensor
-    prepared["arrived"] = allocate_counters(len(weight.codes), weight.codes.device)
-    _tune_if_asked(prepared, weight)
-    return prepared
-
-
-def _dequantize_planes(
-    prepared: Prepared, scheme: QuantScheme, in_features: int, index: Tensor
-) -> Tensor:
-    """Dequantize rows as `Backend.dequantize_rows` does."""
-    from quantkit.kernels.triton_planes import PlaneWeight, unpack_weight
-
-    rows: dict[str, Tensor | None] = {}
-    for name in PLANE_FIELDS:
-        tensor = prepared.get(name)
-        # All rows share the table.
-        if tensor is not None and name != "table":
-            tensor = tensor[index]
-        rows[name] = tensor
-    packed = PlaneWeight(**rows)  # type: ignore[arg-type]
-    return unpack_weight(packed, require_layout(scheme), scheme, in_features).dequantize()
-
-
-def _tune_if_asked(prepared: Prepared, weight: QuantTensor) -> None:
+def _tune_shape(prepared: Prepared, weight: QuantTensor) -> None:
     """Measure tile configs for a shape that has none on this GPU, and keep them in the cache
-    folder, if a setting asks for it.
+    folder.
     """
-    words = weight.codes.numel() * weight.scheme.bits // 32
-    if os.environ.get(TUNE_SETTING) != "1" or not weight.codes.is_cuda or words < _TUNE_WORDS:
-        return
     from quantkit.kernels.triton_tune import tune
 
-    rows = weight.shape[0]
-    columns = weight.shape[1]
-    scheme = config_name(weight.scheme)
+    rows, columns = weight.shape
+    if weight.scheme.group_size is None:
+        scheme = "int8"
+    else:
+        scheme = f"int4-g{weight.scheme.group_size}"
     gpu = gpu_spec(weight.codes.device)
     measured_shapes = read_measured_configs().get(gpu.name, {}).get(scheme, {})
     if f"{rows}x{columns}" not in measured_shapes:
@@ -334,7 +255,7 @@ def _tune_if_asked(prepared: Prepared, weight: QuantTensor) -> None:
             scheme,
             rows,
             columns,
-            tune(prepared, weight.scheme, columns, TOKENS),
+            tune(prepared, scheme, columns, TOKENS),
         )
 
 

@@ -219,12 +219,8 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
         return False
     linears = (*attention.qkv, attention.out, *weights.gate_up, weights.down)
     # Four, if those that share an input are fused; none of floats.
-    if len(linears) != 4:
+    if len(linears) != 4 or any(linear is None or linear.scheme is None for linear in linears):
         return False
-    for linear in linears:
-        # Of floats, or of codes in planes.
-        if linear is None or "words" not in linear.prepared:
-            return False
     if weights.mixer_output_norm is not None or weights.mlp_output_norm is not None:
         return False
     if weights.input_norm is None or weights.mlp_norm is None:

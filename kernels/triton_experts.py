@@ -19,10 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_gemm import base_of, dot_order, gemm_tile
-from quantkit.kernels.triton_layout import LANES
 from quantkit.kernels.triton_linear import gemv_tile
-from quantkit.kernels.triton_plane_linear import list_operands, plane_gemm_tile, stand_in
-from quantkit.kernels.triton_planes import BASE, PlaneWeight
 from quantkit.kernels.triton_tiles import (
     INTERPRETER,
     TOKENS,
@@ -151,56 +148,6 @@ def grouped_gemm(
     tl.store(out + at, product.to(out.dtype.element_ty), mask=there[None, :] & (row < n)[:, None])
 
 
-@triton.jit
-def plane_gemm_of_experts(
-    x,
-    codes,
-    high,
-    scale,
-    minimum,
-    outer,
-    outer_minimum,
-    table,
-    bias,
-    out,
-    places,
-    experts,
-    m,
-    n,
-    units,
-    base,
-    count,
-    per_row,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    GROUP: tl.constexpr,
-    NESTED: tl.constexpr,
-    MINIMA: tl.constexpr,
-    IN_TABLE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UNITS: tl.constexpr,
-):
-    """Multiply any number of places of an expert whose weights are in planes."""
-    LAYOUT: tl.constexpr = (LOW, HIGH, GROUP, NESTED, MINIMA, IN_TABLE)
-    weight = (codes, high, scale, minimum, outer, outer_minimum, table)
-    expert, place, is_used = block_of(places, experts, 0, m, BLOCK_M)
-    # A block that is left over, see the module.
-    if expert >= count:
-        return
-    first_row = tl.program_id(1) * BLOCK_N
-    x += (tl.where(is_used, place, 0) // per_row * (units * 128))[None, :]
-    product = plane_gemm_tile(
-        x, weight, expert * n, first_row, n, units, base, LAYOUT, BLOCK_M, BLOCK_N, UNITS
-    )
-    row = first_row + tl.arange(0, BLOCK_N)
-    if BIAS:
-        product += tl.load(bias + expert * n + tl.where(row < n, row, 0)).to(tl.float32)[:, None]
-    at = place[None, :].to(tl.int64) * n + row[:, None]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=is_used[None, :] & (row < n)[:, None])
-
-
 def sort_places_into_blocks(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     """Sort places into blocks of one expert each, int32 [blocks * size], and list the experts of
     the blocks, int32 [blocks].
@@ -234,20 +181,12 @@ def sort_places_into_blocks(chosen: Tensor, count: int, size: int) -> tuple[Tens
 
 
 def choose_experts_config(
-    bits: int,
-    places: int,
-    count: int,
-    rows: int,
-    columns: int,
-    wide: bool,
-    gpu: GpuSpec,
-    *,
-    has_gemv: bool = True,
+    bits: int, places: int, count: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
 ) -> TileConfig:
     """Choose the tiles for `places` places of `count` experts with weights [rows, columns]; `wide`:
-    see `default_config`. Codes in planes have no ``gemv``.
+    see `default_config`.
     """
-    if places <= count and has_gemv:
+    if places <= count:
         # Most experts that are chosen are chosen once.
         config = gemv_config(bits, 1, rows, columns, gpu)
     else:
@@ -348,67 +287,4 @@ def grouped_linear(
             per_row,
             **constants,
         )
-    return out
-
-
-def _empty_plane_products(x: Tensor, codes: Tensor, *operands: Any) -> Tensor:
-    # By position, because operators are called so: three numbers follow `chosen`.
-    chosen = operands[-4]
-    return x.new_empty(*chosen.shape, codes.shape[1])
-
-
-@operator("plane_linear_of_experts", _empty_plane_products)
-def plane_linear_of_experts(
-    x: Tensor,
-    codes: Tensor,
-    high: Tensor | None,
-    scale: Tensor,
-    minimum: Tensor | None,
-    outer: Tensor | None,
-    outer_minimum: Tensor | None,
-    table: Tensor | None,
-    bias: Tensor | None,
-    chosen: Tensor,
-    low_bits: int,
-    high_bits: int,
-    group: int,
-) -> Tensor:
-    """Multiply each token by each of its experts, as `grouped_linear`; the weights are those of
-    `plane_linear`, of all experts [E, ...].
-    """
-    count = codes.shape[0]
-    n = codes.shape[1]
-    total = chosen.numel()
-    out = x.new_empty(*chosen.shape, n)
-    if total == 0:
-        return out
-    weight = PlaneWeight(codes, high, scale, minimum, outer, outer_minimum, table)
-    layout = weight.find_layout(low_bits, high_bits, group)
-    wide = x.dtype == torch.float32
-    config = choose_experts_config(
-        layout.bits, total, count, n, x.shape[-1], wide, gpu_spec(x.device), has_gemv=False
-    )
-    # Places that read the same row of x.
-    per_row = 1
-    if x.dim() == 2:
-        per_row = chosen.shape[1]
-    places, experts = sort_places_into_blocks(chosen, count, config.block_m)
-    wrap_triton(plane_gemm_of_experts)[(len(experts), triton.cdiv(n, config.block_n), 1)](
-        # Pairs of lanes are in the order of words of 4 bits.
-        dot_order(x, 4),
-        *list_operands(weight),
-        stand_in(bias, codes),
-        out,
-        places,
-        experts,
-        total,
-        n,
-        codes.shape[2] // LANES,
-        BASE,
-        count,
-        per_row,
-        BIAS=bias is not None,
-        **layout.constants(),
-        **config.constants(),
-    )
     return out

@@ -6,8 +6,6 @@ A `group` of None, and a GROUP of 0 in kernels, stands for 8 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -264,16 +262,20 @@ def linear_product(
     if zero is None:
         zero = scale
     if config.path == "matmul":
-
-        def convert(part: slice, weights: Tensor) -> None:
-            rows = len(weights)
-            grid = triton.cdiv(units, config.units), triton.cdiv(rows, config.block_n)
-            wrap_triton(floats)[grid](
+        # By torch, with parts of a large weight as floats, one after the other.
+        products = []
+        size = max(_ROWS, FLOAT_BYTES // (k * x.element_size()) // _ROWS * _ROWS)
+        for start in range(0, n, size):
+            part = slice(start, min(start + size, n))
+            weights = x.new_empty(part.stop - start, k)
+            wrap_triton(floats)[
+                (triton.cdiv(units, config.units), triton.cdiv(len(weights), config.block_n))
+            ](
                 words[part],
                 scale[part],
                 zero[part],
                 weights,
-                rows,
+                len(weights),
                 k,
                 units,
                 MAGIC,
@@ -283,8 +285,12 @@ def linear_product(
                 num_warps=config.warps,
                 num_stages=config.stages,
             )
-
-        return multiply_in_parts(x, n, bias, convert)
+            part_bias = None if bias is None else bias[part]
+            products.append(F.linear(x, weights, part_bias))
+        # `cat` would copy the only product.
+        if len(products) == 1:
+            return products[0]
+        return torch.cat(products, 1)
     out = tw.product_buffer(x, n, config)
     # With several programs for a row, `sum_splits` adds the bias to the sum of their parts.
     fused = bias is not None and config.split == 1
@@ -305,24 +311,3 @@ def linear_product(
         **config.constants(),
     )
     return tw.sum_splits(out, bias, x.dtype)
-
-
-def multiply_in_parts(
-    x: Tensor, rows: int, bias: Tensor | None, convert: Callable[[slice, Tensor], None]
-) -> Tensor:
-    """Compute ``x @ weight.T + bias`` by torch, with parts of a large weight as floats, one after
-    the other; `convert` stores some of its rows.
-    """
-    columns = x.shape[1]
-    products = []
-    size = max(_ROWS, FLOAT_BYTES // (columns * x.element_size()) // _ROWS * _ROWS)
-    for start in range(0, rows, size):
-        part = slice(start, min(start + size, rows))
-        weights = x.new_empty(part.stop - start, columns)
-        convert(part, weights)
-        part_bias = None if bias is None else bias[part]
-        products.append(F.linear(x, weights, part_bias))
-    # `cat` would copy the only product.
-    if len(products) == 1:
-        return products[0]
-    return torch.cat(products, 1)

@@ -47,15 +47,6 @@ def allocate_counters(rows: int, device: torch.device) -> Tensor:
     return torch.zeros(triton.cdiv(rows, SKINNY_ROWS), dtype=torch.int32, device=device)
 
 
-def allocate_shared_parts(x: Tensor, out: Tensor, config: TileConfig) -> Tensor:
-    """Allocate memory for the parts of products [split, M, O] that programs which share rows store;
-    without such programs nothing is stored, and `out` stands for it.
-    """
-    if config.split == 1:
-        return out
-    return x.new_empty(config.split, *out.shape, dtype=torch.float32)
-
-
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr):
     """Take the lower and upper 16 bits of words as floats of DTYPE."""
@@ -358,7 +349,12 @@ def skinny_product(
         units = words.shape[1] // 32
     else:
         units = words.shape[1] // 16
+    joined = config.split > 1
     out = x.new_empty(m, n)
+    # Without parts to join, nothing is stored in them.
+    parts = out
+    if joined:
+        parts = x.new_empty(config.split, m, n, dtype=torch.float32)
     # A kernel takes no None: the scale stands for zero points or a bias that it does not read.
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(skinny)[grid](
@@ -368,7 +364,7 @@ def skinny_product(
         scale if zero is None else zero,
         scale if bias is None else bias,
         out,
-        allocate_shared_parts(x, out, config),
+        parts,
         arrived,
         m,
         n,
@@ -378,7 +374,7 @@ def skinny_product(
         group or 0,
         zero is None,
         bias is not None,
-        config.split > 1,
+        joined,
         k % (UNIT * config.units) == 0,
         **config.constants(),
     )

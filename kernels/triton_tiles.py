@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from quantkit.kernels.build import cache_folder
-from quantkit.tensors.scheme import QuantScheme
 
 UNIT = 128
 """Columns that the kernels' layout packs together."""
@@ -114,43 +113,23 @@ def gpu_spec(device: torch.device) -> GpuSpec:
     return GpuSpec(properties.name, properties.multi_processor_count, shared_memory)
 
 
-def config_name(scheme: QuantScheme) -> str:
-    """Return the name of a scheme in files of tile configs: zero points do not count."""
-    return str(scheme).removesuffix("-asym")
-
-
 def tile_config_for(
-    scheme: str,
-    tokens: int,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    gpu: GpuSpec,
-    plane_bits: int | None = None,
+    scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, gpu: GpuSpec
 ) -> TileConfig:
     """Choose the config for `tokens` of a dtype and a weight [rows, columns] in a scheme (``int8``,
     ``int4-g128`` and so on): one measured for such a shape on this GPU and a dtype that tensor
     cores take, or the default.
-
-    Args:
-        plane_bits: bits of codes in planes (`triton_planes`); None for those in words.
     """
     bucket = next((size for size in TOKENS if tokens <= size), TOKENS[-1])
     # While torch.compile traces, sizes can be symbols, which have no hash for the cache.
     rows = int(rows)
     columns = int(columns)
-    return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, gpu, plane_bits)
+    return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, gpu)
 
 
 @functools.cache
 def _tile_config(
-    scheme: str,
-    bucket: int,
-    rows: int,
-    columns: int,
-    wide: bool,
-    gpu: GpuSpec,
-    plane_bits: int | None,
+    scheme: str, bucket: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
 ) -> TileConfig:
     shapes = read_measured_configs().get(gpu.name, {}).get(scheme, {})
     near = min(shapes, key=lambda shape: _distance(shape, rows, columns), default=None)
@@ -161,12 +140,11 @@ def _tile_config(
         and str(bucket) in shapes[near]
     ):
         return TileConfig(**shapes[near][str(bucket)])
-    if plane_bits is not None:
-        config = plane_config(plane_bits, bucket, rows, columns, wide, gpu)
-    elif scheme.startswith("int4"):
-        config = default_config(4, bucket, rows, columns, wide, gpu)
+    if scheme.startswith("int4"):
+        bits = 4
     else:
-        config = default_config(8, bucket, rows, columns, wide, gpu)
+        bits = 8
+    config = default_config(bits, bucket, rows, columns, wide, gpu)
     if gpu is INTERPRETER:
         # The interpreter's time depends on the number of programs.
         return replace(config, block_n=512)
@@ -236,50 +214,19 @@ def default_config(
         # As many tokens as the multipliers finish while the weights are loaded.
         return gemv_config(bits, tokens, rows, columns, gpu)
     if wide or tokens > _LARGE:
-        return matmul_config(columns)
+        return TileConfig("matmul", 1, 16, _power_below(min(math.ceil(columns / UNIT), 4)))
     return gemm_config(bits, tokens, rows, columns, gpu)
 
 
-def plane_config(
-    bits: int, tokens: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
-) -> TileConfig:
-    """Choose the config for codes in planes, as `default_config` does for those in words. There is
-    no ``gemv`` for them: few tokens of float32 take ``gemm``.
-    """
-    if tokens <= _SKINNY_TOKENS and not wide:
-        # With as many rows as a warp has threads, Triton would not repeat the loads of scales, and
-        # move all weights between threads instead.
-        return skinny_config(bits, tokens, rows, columns, gpu, SKINNY_ROWS)
-    if tokens > _LARGE or (wide and tokens > _SKINNY_TOKENS):
-        return matmul_config(columns)
-    return gemm_config(bits, tokens, rows, columns, gpu, wide)
-
-
-def matmul_config(columns: int) -> TileConfig:
-    """Choose the default config of ``matmul``."""
-    return TileConfig("matmul", 1, 16, _power_below(min(math.ceil(columns / UNIT), 4)))
-
-
-def skinny_config(
-    bits: int,
-    tokens: int,
-    rows: int,
-    columns: int,
-    gpu: GpuSpec,
-    largest_block_n: int = 2 * SKINNY_ROWS,
-) -> TileConfig:
+def skinny_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:
     """Choose the default config of ``skinny`` for up to 16 tokens."""
     block_m = 8 if tokens <= 8 else 16
     # With 32 rows, a weight takes fewer instructions.
     block_n = SKINNY_ROWS
     if rows > SKINNY_ROWS:
-        block_n = largest_block_n
-    # Codes of fewer bits take as many instructions as those of 4.
-    kind = 4
-    if bits == 8:
-        kind = 8
-    config = TileConfig("skinny", block_m, block_n, 1, warps=1, stages=_SKINNY_STAGES[kind])
-    return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES[kind])
+        block_n = 2 * SKINNY_ROWS
+    config = TileConfig("skinny", block_m, block_n, 1, warps=1, stages=_SKINNY_STAGES[bits])
+    return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES[bits])
 
 
 def gemv_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:

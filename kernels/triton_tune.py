@@ -17,20 +17,9 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import triton_tiles
-from quantkit.kernels.triton_layout import PLANE_FIELDS, require_layout
 from quantkit.kernels.triton_linear import linear_product
-from quantkit.kernels.triton_plane_linear import plane_product
-from quantkit.kernels.triton_planes import PlaneWeight
-from quantkit.kernels.triton_tiles import (
-    SKINNY_ROWS,
-    UNIT,
-    TileConfig,
-    default_config,
-    gpu_spec,
-    plane_config,
-)
+from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, default_config, gpu_spec
 from quantkit.kernels.triton_words import INTERPRETED
-from quantkit.tensors.scheme import QuantScheme
 
 # Of a graph that is timed.
 _MIN_SECONDS = 1e-3
@@ -38,89 +27,81 @@ _log = logging.getLogger(__name__)
 
 
 def tune(
-    prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, tokens: Iterable[int]
+    prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterable[int]
 ) -> dict[int, TileConfig]:
-    """Measure the fastest tile configs for a weight of a scheme that the backend prepared, by
-    number of tokens.
+    """Measure the fastest tile configs for a weight that the backend prepared, by number of tokens;
+    `scheme` is ``int8``, ``int4-g128`` and so on.
     """
-    with torch.cuda.device_of(prepared["arrived"]):  # type: ignore[no-untyped-call]
+    if scheme == "int8":
+        group = None
+    else:
+        group = int(scheme.removeprefix("int4-g"))
+    with torch.cuda.device_of(prepared["words"]):  # type: ignore[no-untyped-call]
         configs = {}
         for count in tokens:
-            configs[count] = fastest(prepared, scheme, columns, count)
+            configs[count] = fastest(prepared, group, columns, count)
         return configs
 
 
 def multiply(
-    x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, config: TileConfig
+    x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig
 ) -> Tensor:
-    """Compute ``x @ weight.T`` in the tiles of a config, for a weight of a scheme that the backend
-    prepared.
+    """Compute ``x @ weight.T`` in the tiles of a config, for a weight that the backend prepared;
+    `group` is None for int8.
     """
+    words = prepared["words"]
+    scale = prepared["scale"]
+    zero = prepared.get("zero")
     arrived = prepared["arrived"]
     # Threads that compile begin with the first GPU as their current one.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        if "words" not in prepared:
-            fields = {name: prepared.get(name) for name in PLANE_FIELDS}
-            weight = PlaneWeight(**fields)  # type: ignore[arg-type]
-            return plane_product(x, weight, require_layout(scheme), None, config, arrived)
-        words = prepared["words"]
-        scale = prepared["scale"]
-        zero = prepared.get("zero")
-        return linear_product(x, words, scale, zero, None, scheme.group_size, config, arrived)
+        return linear_product(x, words, scale, zero, None, group, config, arrived)
 
 
 def fastest(
-    prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, tokens: int
+    prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int
 ) -> TileConfig:
     """Find the fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
 
     A candidate that does not fit the GPU is left out, and so is one whose product is not that of
     the default config.
     """
-    device = prepared["arrived"].device
-    bits = scheme.bits
-    gpu = gpu_spec(device)
-    in_words = "words" in prepared
-    if in_words:
-        codes = prepared["words"]
-        default = default_config(bits, tokens, len(codes), columns, False, gpu)
+    words = prepared["words"]
+    if group is None:
+        bits = 8
     else:
-        codes = prepared["codes"]
-        default = plane_config(bits, tokens, len(codes), columns, False, gpu)
-    rows = len(codes)
-    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-    count = copies_beyond_cache(codes.nbytes, device)
+        bits = 4
+    gpu = gpu_spec(words.device)
+    rows = len(words)
+    default = default_config(bits, tokens, rows, columns, False, gpu)
+    x = torch.randn(tokens, columns, device=words.device, dtype=torch.bfloat16)
+    count = copies_beyond_cache(words.nbytes, words.device)
     copies = []
     for _ in range(count):
         copy = {}
         for name, tensor in prepared.items():
             copy[name] = tensor.clone()
         copies.append(copy)
-    expected = multiply(x, prepared, scheme, default).float()
+    expected = multiply(x, prepared, group, default).float()
     best = default
     shortest = float("inf")
-    configs = [default]
-    for config in candidates(bits, tokens, rows, columns):
-        # Codes in planes have no such path.
-        if in_words or config.path != "gemv":
-            configs.append(config)
-    configs = list(dict.fromkeys(configs))
+    configs = list(dict.fromkeys((default, *candidates(bits, tokens, rows, columns))))
     # To compile many at a time. What a call raises is ignored: `multiply` below raises it again.
     with ThreadPoolExecutor() as pool:
         compilations = []
         for config in configs:
-            compilations.append(pool.submit(multiply, x, prepared, scheme, config))
+            compilations.append(pool.submit(multiply, x, prepared, group, config))
         wait(compilations)
     for config in configs:
         try:
-            product = multiply(x, prepared, scheme, config).float()
+            product = multiply(x, prepared, group, config).float()
             error = (product - expected).norm() / expected.norm()
             # Also true of NaN.
             if not error < 2**-6:
                 raise RuntimeError(f"a product is off by {error.item():.0e}")
             calls = []
             for copy in copies:
-                calls.append(partial(multiply, x, copy, scheme, config))
+                calls.append(partial(multiply, x, copy, group, config))
             seconds = seconds_each(calls)
         except Exception as error:
             # What a compiler or a driver says to a tile that does not fit.

@@ -66,9 +66,7 @@ LIGHT = (
 HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentencepiece", "tiktoken"}
 
 # Loaded by their backend alone, and only where it may serve.
-TRITON_PARTS = (
-    "attention block experts gemm gptq linear plane_linear planes projections qkv skinny tune words"
-)
+TRITON_PARTS = "attention block experts gemm gptq linear projections qkv skinny tune words"
 NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in TRITON_PARTS.split()}
 
 

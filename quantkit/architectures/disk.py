@@ -542,10 +542,18 @@ def build_disk_tensors(
     for layer in range(config.num_layers):
         rope = config.rope_of(layer)
         rotary_dim = rope.rotary_dim
-        if config.leading_rotary or rope.type == "proportional":
+        head_dim = config.head_dim_of(layer)
+        if config.leading_rotary and rotary_dim is not None:
+            # The decoder reads the rotated dimensions like a head of their own before the others.
+            order = rotary_order(rotary_dim, None, interleaved=interleaved)
+            if order is not None:
+                order = (*order, *range(rotary_dim, head_dim))
+            orders.append(order)
+            continue
+        if rope.type == "proportional":
             # The decoder reads such heads as they are on disk.
             rotary_dim = None
-        orders.append(rotary_order(config.head_dim_of(layer), rotary_dim, interleaved=interleaved))
+        orders.append(rotary_order(head_dim, rotary_dim, interleaved=interleaved))
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
         name, stacked = locate_parameter(parameter)

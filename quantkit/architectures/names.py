@@ -50,13 +50,13 @@ _TABLE = """
     gated_delta.log_rate     linear_attn.A_log                  -                ssm_a
     gated_delta.norm         linear_attn.norm                   -                ssm_norm
     gated_delta.out          linear_attn.out_proj               -                ssm_out
-    mamba2.in                mamba.in_proj                      -                -
-    mamba2.filter            mamba.conv1d                       -                -
-    mamba2.step_bias         mamba.dt_bias                      -                -
-    mamba2.log_rate          mamba.A_log                        -                -
-    mamba2.skip              mamba.D                            -                -
-    mamba2.norm              mamba.norm                         -                -
-    mamba2.out               mamba.out_proj                     -                -
+    mamba2.in                mamba.in_proj                      -                ssm_in
+    mamba2.filter            mamba.conv1d                       -                ssm_conv1d
+    mamba2.step_bias         mamba.dt_bias                      -                ssm_dt.bias
+    mamba2.log_rate          mamba.A_log                        -                ssm_a
+    mamba2.skip              mamba.D                            -                ssm_d
+    mamba2.norm              mamba.norm                         -                ssm_norm
+    mamba2.out               mamba.out_proj                     -                ssm_out
     mlp.norm                 post_attention_layernorm           ffn_norm         ffn_norm
     mlp.output_norm          mlp_output_layernorm               -                post_ffw_norm
     mlp.gate                 mlp.gate_proj                      feed_forward.w1  ffn_gate
@@ -65,22 +65,22 @@ _TABLE = """
     mlp.down                 mlp.down_proj                      feed_forward.w2  ffn_down
     router                   mlp.gate                           -                ffn_gate_inp
     router.score_correction  mlp.score_correction               -                exp_probs_b.bias
-    router.scale             mlp.router_scale                   -                -
-    router.expert_scales     mlp.expert_scales                  -                -
-    expert.norm              mlp.experts_layernorm              -                -
-    expert.output_norm       mlp.experts_output_layernorm       -                -
-    shared_expert.norm       mlp.shared_layernorm               -                -
-    shared_expert.output_norm mlp.shared_output_layernorm       -                -
-    layer_scale              layer_scale                        -                -
-    layer_input.gate         layer_input.gate                   -                -
-    layer_input.projection   layer_input.projection             -                -
-    layer_input.norm         layer_input.norm                   -                -
-    layer_inputs.embedding   model.layer_inputs.embedding       -                -
-    layer_inputs.projection  model.layer_inputs.projection      -                -
-    layer_inputs.norm        model.layer_inputs.norm            -                -
+    router.scale             mlp.router_scale                   -                ffn_gate_inp.scale
+    router.expert_scales     mlp.expert_scales                  -                ffn_down_exps.scale
+    expert.norm              mlp.experts_layernorm              -                pre_ffw_norm_2
+    expert.output_norm       mlp.experts_output_layernorm       -                post_ffw_norm_2
+    shared_expert.norm       mlp.shared_layernorm               -                ffn_norm
+    shared_expert.output_norm mlp.shared_output_layernorm       -                post_ffw_norm_1
+    layer_scale              layer_scale                     -            layer_output_scale.weight
+    layer_input.gate         layer_input.gate                   -                inp_gate
+    layer_input.projection   layer_input.projection             -                proj
+    layer_input.norm         layer_input.norm                   -                post_norm
+    layer_inputs.embedding   model.layer_inputs.embedding    -            per_layer_token_embd
+    layer_inputs.projection  model.layer_inputs.projection   -            per_layer_model_proj
+    layer_inputs.norm        model.layer_inputs.norm            -                per_layer_proj_norm
     shared_expert.router     mlp.shared_expert_gate             -                ffn_gate_inp_shexp
-    expert.latent_in         mlp.latent_in_proj                 -                -
-    expert.latent_out        mlp.latent_out_proj                -                -
+    expert.latent_in         mlp.latent_in_proj                 -                ffn_latent_down
+    expert.latent_out        mlp.latent_out_proj                -                ffn_latent_up
     expert.gate              mlp.experts.{expert}.gate_proj     -                ffn_gate_exps
     expert.up                mlp.experts.{expert}.up_proj       -                ffn_up_exps
     expert.gate_up           mlp.experts.{expert}.gate_up_proj  -                -

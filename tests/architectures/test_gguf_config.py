@@ -5,6 +5,7 @@ would not compute.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,20 @@ import pytest
 from case_names import case
 from config_cases import config_keys
 from error_parts import raises
-from gguf_config_cases import CASES, DELTA, EXPERTS, GPT_OSS, LLAMA4, YARN
+from gguf_config_cases import (
+    BAMBA,
+    CASES,
+    DELTA,
+    EXPERTS,
+    GEMMA4,
+    GEMMA4_SMALL,
+    GPT_OSS,
+    GRANITE_HYBRID,
+    LLAMA4,
+    NEMOTRON_H,
+    NEMOTRON_H_MOE,
+    YARN,
+)
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
@@ -277,6 +291,49 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "delta-bias": ("qwen3_5_text", {**DELTA, "attention_bias": True}, "qkv"),
     "next-dense": ("qwen3_next", {**_NEXT, "mlp_only_layers": [1]}, "experts"),
     "next-shares": ("qwen3_next", {**_NEXT, "norm_topk_prob": False}, "routing"),
+    "granite-hybrid-expand": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "mamba_expand": 1},
+        "width of Mamba",
+    ),
+    "granite-hybrid-steps": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "time_step_limit": [0.0, 0.5]},
+        "step sizes",
+    ),
+    "granite-hybrid-attention": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "layer_types": ["full_attention"] * 3},
+        "in all layers",
+    ),
+    "bamba-convolution": ("bamba", {**BAMBA, "mamba_conv_bias": False}, "without biases"),
+    "bamba-linears": ("bamba", {**BAMBA, "mamba_proj_bias": True}, "Mamba's linears"),
+    "bamba-states": ("bamba", {**BAMBA, "attn_layer_indices": []}, "in all layers"),
+    "nemotron-h-linears": ("nemotron_h", {**NEMOTRON_H, "use_bias": True}, "Mamba's linears"),
+    "nemotron-h-mixed": (
+        "nemotron_h",
+        {
+            **NEMOTRON_H_MOE,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        },
+        "without experts",
+    ),
+    "gemma4-windows": (
+        "gemma4_text",
+        {**GEMMA4, "layer_types": ["full_attention"] * 4},
+        "sliding-window",
+    ),
+    "gemma4-sharing": (
+        "gemma4_text",
+        {**GEMMA4_SMALL, "num_kv_shared_layers": 3},
+        "shared keys and values",
+    ),
+    "gemma4-rows": (
+        "gemma4_text",
+        {**GEMMA4_SMALL, "vocab_size_per_layer_input": 128},
+        "more tokens",
+    ),
+    "gemma4-bias": ("gemma4_text", {**GEMMA4, "attention_bias": True}, "qkv"),
     "hunyuan-bias": (
         "hunyuan_v1_dense",
         {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
@@ -389,6 +446,52 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
         _config("llama"), llama__attention__key_length=None, llama__attention__value_length=None
     )
     assert short.head_dim == 8
+
+
+def test_published_files_of_hybrids_are_read_without_our_own_keys() -> None:
+    absent = {"quantkit__model_type": None}
+    for name, (kind, changes) in CASES.items():
+        if kind in ("granitemoehybrid", "bamba", "nemotron_h", "gemma4_text"):
+            config = _config(kind, **{**changes, "position_embedding_type": "nope"})
+            assert _read(config, **absent).differences(config) == [], name
+    # transformers' smallest step size, which llama.cpp has no key for.
+    nemotron = _config("nemotron_h", **{**NEMOTRON_H, "time_step_min": 0.5})
+    read = _read(nemotron, nemotron_h__ssm__time_step_min=None)
+    assert read.mamba2 is not None
+    assert read.mamba2.step_limits == (0.001, math.inf)
+    (note,) = describe_llama_cpp_differences(read)
+    assert "0.001" in note
+    # llama.cpp caps logits where a file does not say whether.
+    gemma = _config("gemma4_text", **GEMMA4)
+    assert gemma.logit_softcap is None
+    assert _read(gemma, gemma4__final_logit_softcapping=None).logit_softcap == 30
+
+
+def test_what_files_of_hybrids_say_otherwise_is_refused() -> None:
+    moe = _config("nemotron_h", **NEMOTRON_H_MOE)
+    with raises(UnsupportedError, "groups"):
+        _read(moe, nemotron_h_moe__expert_group_count=2)
+    with raises(UnsupportedError, "nextn_predict_layers"):
+        _read(moe, nemotron_h_moe__nextn_predict_layers=1)
+    with raises(CheckpointError, "feed_forward_length"):
+        _read(moe, nemotron_h_moe__feed_forward_length=[0, 32, 0, 16])
+    hybrid = _config("granitemoehybrid", **GRANITE_HYBRID)
+    with raises(CheckpointError, "Mamba"):
+        _read(hybrid, granitehybrid__ssm__time_step_rank=3)
+    with raises(CheckpointError, "ssm.state_size"):
+        _read(hybrid, granitehybrid__ssm__state_size=None)
+    gemma = _config("gemma4_text", **GEMMA4_SMALL)
+    with raises(UnsupportedError, "factors"):
+        metadata = build_metadata(gemma)
+        shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(gemma)}
+        factors = {ROPE_FREQS: (1.0,) * 7 + (2.0,)}
+        build_config(metadata, shapes, factors, "a.gguf", tied=True, dtype="float32")
+    with raises(UnsupportedError, "feed_forward_length"):
+        _read(gemma, gemma4__feed_forward_length=[96, 96, 96, 96, 192, 96])
+    with raises(UnsupportedError, "head_count_kv"):
+        _read(gemma, gemma4__attention__head_count_kv=[2, 2, 4, 2, 2, 2])
+    with raises(CheckpointError, "sliding_window_pattern"):
+        _read(gemma, gemma4__attention__sliding_window_pattern=6)
 
 
 # What is changed, the type of the error, and what it names.

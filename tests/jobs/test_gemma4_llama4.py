@@ -129,9 +129,11 @@ def test_training_moves_scales(case: str, sources: dict[str, Path], tmp_path: Pa
 def test_what_is_not_supported_is_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
     for case, folder in sources.items():
         kind = CASES[case][0]
-        refused = "llama4 models" if kind == "llama4_text" else kind
-        with raises(UnsupportedError, refused):
-            quantkit.convert(folder, tmp_path / case, to="gguf")
+        refused = f"{kind.removesuffix('_text')} models"
+        # llama.cpp computes the others.
+        if case not in ("gemma4-small", "gemma4-experts"):
+            with raises(UnsupportedError, refused):
+                quantkit.convert(folder, tmp_path / case, to="gguf")
         with raises(UnsupportedError, kind):
             quantkit.quantize(
                 folder, tmp_path / f"{case}-mlx", "int4-g32", to="mlx", method="rtn", **UNCHECKED

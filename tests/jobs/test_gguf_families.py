@@ -14,7 +14,19 @@ import oracle
 import pytest
 import torch
 from error_parts import raises
-from gguf_config_cases import DELTA, EXPERTS, GPT_OSS, LLAMA4, YARN
+from gguf_config_cases import (
+    BAMBA,
+    DELTA,
+    EXPERTS,
+    GEMMA4_EXPERTS,
+    GEMMA4_SMALL,
+    GPT_OSS,
+    GRANITE_HYBRID_MOE,
+    LLAMA4,
+    NEMOTRON_H,
+    NEMOTRON_H_MOE,
+    YARN,
+)
 from quantized_folders import with_mxfp4_experts
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -73,6 +85,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64},
     ),
+    "granite-hybrid-moe": ("granitemoehybrid", GRANITE_HYBRID_MOE),
+    "bamba": ("bamba", {**BAMBA, "tie_word_embeddings": True}),
+    "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "nemotron-h-moe": ("nemotron_h", {**NEMOTRON_H_MOE, "moe_latent_size": None}),
+    "gemma4-small": ("gemma4_text", GEMMA4_SMALL),
+    "gemma4-experts": ("gemma4_text", {**GEMMA4_EXPERTS, "head_dim": 16, "global_head_dim": 32}),
     "llama4": (
         "llama4_text",
         {**LLAMA4, "interleave_moe_layer_step": 2, "num_experts_per_tok": 2},
@@ -92,7 +110,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 INT8 = QuantScheme.parse("int8-g32")
-_IN_BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+_IN_BFLOAT16 = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "granitemoehybrid",
+    "bamba",
+    "nemotron_h",
+)
 PROMPT = "Once upon a time"
 NEW = 24
 UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of random weights
@@ -101,6 +126,8 @@ UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of rand
 def _make(folder: Path, kind: str, **changes: Any) -> Path:
     """A random model of transformers with the demo's tokenizer."""
     vocabulary = load_tokenizer(DEMO_MODEL).vocab_size
+    if changes.get("hidden_size_per_layer_input"):
+        changes["vocab_size_per_layer_input"] = vocabulary
     model = oracle.make(kind, vocab_size=vocabulary, **changes)
     # As published: GGUF's sums of norms and 1, and its decay rates, are then exact.
     if kind in _IN_BFLOAT16:

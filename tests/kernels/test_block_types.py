@@ -16,7 +16,7 @@ from quantkit.files.gguf_types import GgmlType
 from quantkit.formats.codecs.ggml import CODED_TYPES
 from quantkit.formats.codecs.ggml_blocks import LAYOUTS
 from quantkit.kernels.library import load_kernels
-from quantkit.kernels.triton_layout import find_layout
+from quantkit.kernels.triton_backend import TRITON
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme, Scales
@@ -106,9 +106,10 @@ def test_minima_of_mlx_are_subtracted(bits: int, variant: str) -> None:
         assert (off <= measure_limit(x, wide.double(), weight, 127 * 256)).all(), (group, dtype)
 
 
-def test_triton_claims_all_block_types_but_small_floats() -> None:
+def test_triton_claims_no_block_type() -> None:
     for kind, layout in LAYOUTS.items():
-        assert (find_layout(layout.scheme) is None) == (kind is GgmlType.MXFP4), kind
+        reason = TRITON.explain_unsupported(layout.scheme, torch.device("cuda"), torch.bfloat16)
+        assert reason is not None, kind
 
 
 def test_weights_of_other_shapes_are_refused() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail 
 pytestmark = pytest.mark.gpu_kernels
 FILES = [
     ROOT / f"tests/kernels/triton_{name}.py"
-    for name in ("products", "planes", "attention", "experts", "gptq", "blocks")
+    for name in ("products", "attention", "experts", "gptq", "blocks")
 ]
 
 

@@ -24,7 +24,6 @@ from quantkit.kernels.triton_tiles import (
     TileConfig,
     default_config,
     max_split,
-    plane_config,
     save_configs,
     tile_config_for,
 )
@@ -74,27 +73,6 @@ def test_the_default_converts_to_floats_for_many_tokens_only() -> None:
         paths = [default_config(4, tokens, 4096, 4096, wide, LARGE).path for tokens in TOKENS]
         assert paths == sorted(paths, key=expected.index)
         assert set(paths) == set(expected)
-
-
-def test_the_default_for_planes_gives_tile_configs_that_fit() -> None:
-    shapes = itertools.product(
-        (2, 3, 4, 5, 6, 8), TOKENS, (1, 4096, 128256), (32, 4096, 14336), (False, True)
-    )
-    for (bits, tokens, rows, columns, wide), gpu in itertools.product(shapes, (LARGE, SMALL)):
-        config = plane_config(bits, tokens, rows, columns, wide, gpu)
-        case = (bits, tokens, rows, columns, wide, gpu.name)
-        few = tokens <= 16
-        expected = {"matmul"} if tokens > 512 or (wide and not few) else {"gemm"}
-        assert config.path in (expected if wide or not few else {"skinny"}), case
-        assert config.units * (config.split - 1) < columns / 128, case
-        assert config.split <= max_split(bits, tokens, columns), case
-        if config.path == "skinny":
-            # With 32, weights would move between threads.
-            assert (config.block_n, config.warps) == (16, 1), case
-            assert config.block_m >= tokens, case
-        if config.path == "gemm":
-            staged = 128 * config.block_m * (4 if wide else 2) + config.block_n * 16 * bits
-            assert config.stages * staged <= gpu.shared_memory, case
 
 
 def test_measured_configs_serve_their_gpu_and_shapes_near_theirs(

@@ -49,6 +49,81 @@ LLAMA4 = {
     "num_local_experts": 4,
 }
 
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+}
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+GRANITE_HYBRID = {
+    **MAMBA,
+    "layer_types": HYBRID,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+}
+GRANITE_HYBRID_MOE = {
+    **GRANITE_HYBRID,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+    "attention_bias": True,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.7,
+}
+BAMBA = {**MAMBA, "attn_layer_indices": [1]}
+NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "mlp_bias": True,
+}
+NEMOTRON_H_MOE = {
+    **NEMOTRON_H,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "mlp_bias": False,
+    "time_step_min": 0.01,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_latent_size": 32,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 2.5,
+}
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9,
+    "pad_token_id": 0,
+}
+GEMMA4_SMALL = {
+    **GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_EXPERTS = {
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
@@ -206,6 +281,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
         },
     ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "granite-hybrid-moe": ("granitemoehybrid", GRANITE_HYBRID_MOE),
+    "bamba": ("bamba", BAMBA),
+    "bamba-biases": (
+        "bamba",
+        {
+            **BAMBA,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 1e5,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
+    "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "nemotron-h-moe": ("nemotron_h", NEMOTRON_H_MOE),
+    "gemma4": ("gemma4_text", {**GEMMA4, "tie_word_embeddings": False}),
+    "gemma4-small": ("gemma4_text", GEMMA4_SMALL),
+    "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
     "llama4": ("llama4_text", LLAMA4),
     "llama4-scout": ("llama4_text", {**LLAMA4, "rope_parameters": LLAMA4_ROPE}),
     "llama4-steps": (

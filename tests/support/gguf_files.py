@@ -46,19 +46,28 @@ _ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "bamba": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
 }
+_SCALES = {"router.scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
 # Those without a leaf of their own in transformers.
 _LEAVES = {
     "A_log": "",
     "dt_bias": ".bias",
     "expert_bias": ".bias",
 }
+_FLOATS = (".bias", "conv1d.weight", ".ssm_a", ".ssm_d", ".ssm_norm.weight")
 _TABLE_NAMES = {"dt_bias": "dt_proj"}
 _PERMUTED = {
     gguf.MODEL_ARCH.LLAMA,
     gguf.MODEL_ARCH.GRANITE,
     gguf.MODEL_ARCH.SMOLLM3,
     gguf.MODEL_ARCH.MISTRAL3,
+    gguf.MODEL_ARCH.GRANITE_HYBRID,
+    gguf.MODEL_ARCH.NEMOTRON_H,
+    gguf.MODEL_ARCH.NEMOTRON_H_MOE,
 }
 
 
@@ -66,6 +75,8 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
     """The tensors that the converter makes of a model of transformers."""
     config = model.config
     arch = _ARCHITECTURES[config.model_type]
+    if arch is gguf.MODEL_ARCH.NEMOTRON_H and "moe" in config.layers_block_type:
+        arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
@@ -77,7 +88,8 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
             found[f"{block}.attn_qkv.weight"] = channels
             found[f"{block}.attn_gate.weight"] = gates
             continue
-        for own, part in _apart(name, value.detach().float(), config.model_type).items():
+        stored, value = _on_disk(name, value.detach().float(), config)
+        for own, part in _apart(stored, value, config.model_type).items():
             stem, _, leaf = own.rpartition(".")
             if leaf in _LEAVES:
                 mapped = names.get_name(f"{stem}.{_TABLE_NAMES.get(leaf, leaf)}")
@@ -85,9 +97,53 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
                 continue
             leaf = leaf if leaf in ("weight", "bias") else "weight"
             mapped = names.get_name(own if leaf not in own else stem)
+            for ending, tensor in _SCALES.items():
+                if own.endswith(ending):
+                    mapped = f"blk.{own.split('.')[2]}.{tensor}"
+                    leaf = "scale"
             assert mapped is not None, own
-            found[f"{mapped}.{leaf}"] = _changed(part, own, arch, config)
+            if not mapped.endswith((".ssm_a", ".ssm_d")):
+                mapped = f"{mapped}.{leaf}"
+            found[mapped] = _changed(part, own, arch, config)
+    if config.model_type == "gemma4_text":
+        found["rope_freqs.weight"] = _unrotated(config)
     return {name: value.contiguous().numpy() for name, value in found.items()}
+
+
+def _unrotated(config: Any) -> Tensor:
+    """The factors of frequencies, which leave most dimensions of Gemma 4 as they are."""
+    full = next(
+        number for number, kind in enumerate(config.layer_types) if kind == "full_attention"
+    )
+    pairs = config.per_layer_config[full].head_dim // 2
+    part = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    factors = torch.full((pairs,), 1e30)
+    factors[: int(pairs * part)] = 1
+    return factors
+
+
+def _on_disk(name: str, value: Tensor, config: Any) -> tuple[str, Tensor]:
+    """A tensor of a hybrid or of Gemma 4 as the converter finds it, with the name that it looks
+    up.
+    """
+    if config.model_type == "gemma4_text":
+        suffixed = name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj"))
+        return f"{name}.weight" if suffixed else name, value
+    if config.model_type not in ("granitemoehybrid", "bamba", "nemotron_h"):
+        return name, value
+    if config.model_type == "nemotron_h":
+        renamed = name.replace("model.", "backbone.", 1).replace("dt_bias", "dt.bias")
+        renamed = renamed.replace("e_score_correction_bias", "e_score_correction.bias")
+        if ".experts." in renamed:
+            renamed = renamed.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        return renamed, value
+    renamed = name.replace("dt_bias", "dt_proj.bias").replace("moe.router", "moe.router.layer")
+    # The feed-forward of every token, which is the only one of a dense model.
+    stem = "mlp.shared_expert." if getattr(config, "num_local_experts", 0) else "mlp."
+    for shared, own in (("input_linear", "gate_up_proj"), ("output_linear", "down_proj")):
+        renamed = renamed.replace(f"shared_mlp.{shared}", f"{stem}{own}")
+    renamed = renamed.replace("block_sparse_moe.experts", "mlp.experts")
+    return renamed, value
 
 
 def _apart(name: str, value: Tensor, kind: str) -> dict[str, Tensor]:
@@ -96,7 +152,10 @@ def _apart(name: str, value: Tensor, kind: str) -> dict[str, Tensor]:
     interleaved = kind == "gpt_oss"
     stem = name.removesuffix(".weight")
     base, experts, role = stem.rpartition("experts.")
-    if not experts or "_proj" not in role:
+    if kind == "granitemoehybrid" and name.endswith("gate_up_proj.weight"):
+        halves = zip(("gate_proj", "up_proj"), value.chunk(2), strict=True)
+        return {name.replace("gate_up_proj", part): half for part, half in halves}
+    if not experts or "_proj" not in role or kind == "gemma4_text":
         return {name: value}
     leaf = "bias" if role.endswith("_bias") else "weight"
     role = role.removesuffix("_bias")
@@ -111,17 +170,34 @@ def _apart(name: str, value: Tensor, kind: str) -> dict[str, Tensor]:
 def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Tensor:
     if ".linear_attn." in name:
         return _of_delta_rule(value, name, config)
-    adds_one = "gemma" in config.model_type or "linear_num_key_heads" in vars(config)
+    # Gemma 4's norms add nothing.
+    adds_one = "gemma" in config.model_type and config.model_type != "gemma4_text"
+    adds_one = adds_one or "linear_num_key_heads" in vars(config)
     if adds_one and name.endswith("norm.weight"):
         return value + 1
-    if name.endswith("conv.conv.weight"):
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
         return value.squeeze(1)
+    if name.endswith(".A_log"):
+        return -value.double().exp().float().unsqueeze(1)
+    if name.endswith(".D"):
+        return value.unsqueeze(1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        groups = config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups
+        return value.view(groups, -1)
+    if arch not in _PERMUTED:
+        return value
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = next((heads[one] for one in heads if f"{one}." in name), None)
-    if count is None or arch not in _PERMUTED:
+    if count is None:
         return value
-    halves = value.reshape(count, 2, value.shape[0] // count // 2, *value.shape[1:])
-    return halves.swapaxes(1, 2).reshape(value.shape)
+    rows = value.reshape(count, value.shape[0] // count, *value.shape[1:])
+    rotated = rows.shape[1]
+    # The converter takes all of a head for rotated, so that llama.cpp does not compute Bamba.
+    if config.model_type == "bamba":
+        rotated = int(rotated * config.rope_parameters["partial_rotary_factor"])
+    halves = rows[:, :rotated].reshape(count, 2, rotated // 2, *value.shape[1:])
+    pairs = halves.swapaxes(1, 2).reshape(count, rotated, *value.shape[1:])
+    return torch.cat((pairs, rows[:, rotated:]), 1).reshape(value.shape)
 
 
 def _of_delta_rule(value: Tensor, name: str, config: Any) -> Tensor:
@@ -192,7 +268,7 @@ def write(
             continue
         kind = (
             F32
-            if values.ndim == 1 or "_inp" in name or name.endswith((".bias", "conv1d.weight"))
+            if values.ndim == 1 or "_inp" in name or name.endswith(_FLOATS)
             else (types or {}).get(name, (types or {}).get("", F32))
         )
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)

@@ -5,18 +5,20 @@ Its description is the code of transformers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import keys
 from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.granite_hybrid import GGUF_BAMBA, GRANITE_HYBRID_GGUF
 from quantkit.architectures.families.keys import Keys, layer_count
-from quantkit.architectures.families.mamba import read_mamba, write_mamba
+from quantkit.architectures.families.mamba import GGUF_MAMBA, read_mamba, write_mamba
 from quantkit.architectures.names import BLOCK
 from quantkit.base.json_values import Settings
 
 _PARTIAL = "partial_rotary_factor"
-_ATTENTION = "attn_layer_indices"
+_ATTENTION = GGUF_BAMBA
 
 
 def _prepare(settings: Settings) -> Settings:
@@ -75,4 +77,6 @@ BAMBA = Family(
         "mlp.up": _FEED_FORWARD + "up_proj",
         "mlp.down": _FEED_FORWARD + "down_proj",
     },
+    gguf=replace(GRANITE_HYBRID_GGUF, keys=GGUF_MAMBA, biases=("qkv", "output", "mlp")),
+    gguf_mark=GGUF_BAMBA,
 )

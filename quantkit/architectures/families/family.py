@@ -97,6 +97,8 @@ class GgufArchitecture:
             a head exist.
         full_width: whether the widths of all heads must add up to the hidden size.
         uneven: whether the layers of a model differ in their tensors.
+        single_branches: whether a layer is a mixer or a feed-forward; files list the widths of the
+            latter for each layer then, 0 in those with a mixer.
         layer_without_kv: the name in ``layer_types`` of layers without KV heads, which have another
             mixer; files list the KV heads of each layer then. None if all layers have attention.
         wide_scale_layers: the number of layers at which attention is scaled by the hidden size over
@@ -109,6 +111,11 @@ class GgufArchitecture:
         older_names: by role, the modules of older files, which store the canonical tensor as it is;
             llama.cpp loads them too.
         refused: features that llama.cpp does not compute, by their description in errors.
+        prepare: its keys as `build_config` reads those of all architectures, and what `read` needs
+            besides these.
+        read_ropes: keys of rotary positions in config.json, from a file's own keys and its factors,
+            in place of those of other architectures; `write` states them.
+        list_rope_factors: the factors that every file has.
         read: keys of config.json that follow from a file's own keys and the size of its heads.
         write: keys that only this architecture has, without its name, from a config that is not
             refused.
@@ -131,6 +138,7 @@ class GgufArchitecture:
     tied: bool | None = None
     full_width: bool = False
     uneven: bool = False
+    single_branches: bool = False
     layer_without_kv: str | None = None
     wide_scale_layers: int | None = None
     eps_key: str = RMS_EPS
@@ -139,6 +147,9 @@ class GgufArchitecture:
     parts: Callable[[ModelConfig], Mapping[str, tuple[StoredPart, ...]]] = lambda config: {}
     older_names: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
+    prepare: Callable[[Settings], Settings] = lambda keys: keys
+    read_ropes: Callable[[Settings, Sequence[float]], dict[str, Any]] | None = None
+    list_rope_factors: Callable[[ModelConfig], tuple[float, ...]] | None = None
     read: Callable[[Settings, int], dict[str, Any]] = lambda keys, head_dim: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
@@ -167,6 +178,7 @@ class Family:
         runs: whether the decoder computes everything that its configs state.
         in_mlx: whether mlx-lm is known to load quantized tensors by the names that quantkit writes.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
+        gguf_sparse: its architecture of models with experts, if llama.cpp has another one for them.
         gguf_mark: the key of config.json that only this one has among the families with the same
             GGUF architecture.
     """
@@ -187,7 +199,17 @@ class Family:
     runs: bool = True
     in_mlx: bool = True
     gguf: GgufArchitecture | None = None
-    gguf_mark: Literal["sliding_window", "num_experts"] | None = None
+    gguf_sparse: GgufArchitecture | None = None
+    gguf_mark: Literal["sliding_window", "num_experts", "attn_layer_indices"] | None = None
+
+    @property
+    def gguf_architectures(self) -> dict[str, GgufArchitecture]:
+        """Return its architectures in llama.cpp by name."""
+        architectures: dict[str, GgufArchitecture] = {}
+        for architecture in (self.gguf, self.gguf_sparse):
+            if architecture is not None:
+                architectures[architecture.name] = architecture
+        return architectures
 
     def read(self, settings: Settings) -> ModelConfig:
         """Read the config from a config.json.

@@ -8,6 +8,7 @@ Its description is the code of transformers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from quantkit.architectures.config import (
@@ -17,10 +18,22 @@ from quantkit.architectures.config import (
     ModelConfig,
 )
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import Family, StackedExperts
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    WINDOWED_BASE,
+    Family,
+    GgufArchitecture,
+    StackedExperts,
+)
 from quantkit.architectures.families.keys import Keys
-from quantkit.architectures.names import BLOCK
-from quantkit.architectures.rope import FULL, SLIDING, RopeConfig
+from quantkit.architectures.names import BLOCK, GGUF_NAMES
+from quantkit.architectures.rope import (
+    FULL,
+    MAX_THETA,
+    MIN_THETA,
+    SLIDING,
+    RopeConfig,
+)
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 
@@ -276,6 +289,243 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+# llama.cpp's keys: those of other architectures are of layers without a window.
+_GGUF_WINDOW = "attention.sliding_window"
+_GGUF_PATTERN = "attention.sliding_window_pattern"
+_GGUF_KV_HEADS = "attention.head_count_kv"
+_GGUF_WIDTH = "feed_forward_length"
+_GGUF_LENGTHS = ("attention.key_length", "attention.value_length")
+_GGUF_WINDOWED_LENGTHS = ("attention.key_length_swa", "attention.value_length_swa")
+_GGUF_ROTATED = "rope.dimension_count"
+_GGUF_WINDOWED_ROTATED = "rope.dimension_count_swa"
+_GGUF_SHARED = "attention.shared_kv_layers"
+_GGUF_LAYER_INPUT = "embedding_length_per_layer_input"
+# Not in files: what `_prepare_gguf` finds, for `_read_gguf`.
+_FULL_HEAD = "full.key_length"
+_FULL_KV = "full.head_count_kv"
+_WIDE = "full.wide"
+_GGUF_CAP = 30.0
+"""llama.cpp's soft cap of logits where a file states none."""
+_NOT_ROTATED = 1e30
+"""The factor that divides the frequencies of dimensions that are not rotated."""
+
+
+def _find_size(gguf: Settings, sizes: Sequence[Any], key: str) -> Any:
+    """Find the size of several layers, which must be the same."""
+    if len(set(map(str, sizes))) != 1:
+        raise UnsupportedError(
+            f"layers of a kind that differ in {gguf.name}.{key} are not supported",
+            path=gguf.path,
+            found=format_value(gguf.values[key]),
+        )
+    return sizes[0]
+
+
+def _prepare_gguf(gguf: Settings) -> Settings:
+    """Take the sizes of layers with a window for those of all, and keep the others apart."""
+    values = dict(gguf.values)
+    layers = gguf.integer("block_count", 1, Limits.layers)
+    windowed = values.get(_GGUF_PATTERN)
+    if not isinstance(windowed, list) or len(windowed) != layers or not 0 < sum(windowed) < layers:
+        raise CheckpointError(
+            f"{gguf.name}.{_GGUF_PATTERN} does not match the layers",
+            path=gguf.path,
+            found=format_value(windowed),
+            expected=f"a flag for each of {layers}, with layers of both kinds",
+        )
+    values[_FULL_HEAD] = gguf.need(_GGUF_LENGTHS[0])
+    for key, windowed_key in zip(_GGUF_LENGTHS, _GGUF_WINDOWED_LENGTHS, strict=True):
+        if values.get(key, values[_FULL_HEAD]) != values[_FULL_HEAD]:
+            raise UnsupportedError(
+                "keys and values of different sizes are not supported", path=gguf.path
+            )
+        values[key] = gguf.need(windowed_key)
+    kv_heads = gguf.need(_GGUF_KV_HEADS)
+    if not isinstance(kv_heads, list):
+        kv_heads = [kv_heads] * layers
+    for has_window, key in ((True, _GGUF_KV_HEADS), (False, _FULL_KV)):
+        sizes = []
+        for count, flag in zip(kv_heads, windowed, strict=True):
+            if bool(flag) == has_window:
+                sizes.append(count)
+        values[key] = _find_size(gguf, sizes, _GGUF_KV_HEADS)
+    widths = gguf.need(_GGUF_WIDTH)
+    values[_WIDE] = False
+    if isinstance(widths, list):
+        first = layers
+        if gguf.has(_GGUF_SHARED):
+            first -= gguf.integer(_GGUF_SHARED, 0, layers)
+        values[_GGUF_WIDTH] = _find_size(gguf, widths[:first], _GGUF_WIDTH)
+        if widths != [values[_GGUF_WIDTH]] * layers:
+            wide = [2 * values[_GGUF_WIDTH]] * (layers - first)
+            values[_WIDE] = True
+            _find_size(gguf, [str(wide), str(widths[first:])], _GGUF_WIDTH)
+    return Settings(values, gguf.path, gguf.name)
+
+
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    sizes = dict.fromkeys(_SIZES, 0)
+    sizes["head_dim"] = gguf.integer(_FULL_HEAD, 1, Limits.heads)
+    sizes["num_key_value_heads"] = gguf.integer(_FULL_KV, 1, Limits.heads)
+    by_layer = {}
+    for number, flag in enumerate(gguf.values[_GGUF_PATTERN]):
+        if not flag:
+            by_layer[str(number)] = sizes
+    layer_input = 0
+    if gguf.has(_GGUF_LAYER_INPUT):
+        layer_input = gguf.integer(_GGUF_LAYER_INPUT, 0, Limits.width)
+    shared = 0
+    if gguf.has(_GGUF_SHARED):
+        shared = gguf.integer(_GGUF_SHARED, 0, Limits.layers)
+    cap = _GGUF_CAP
+    if gguf.has(_CAP):
+        cap = gguf.number(_CAP, 0, _CAPS[1])
+    values = {
+        "hidden_activation": _ACTIVATION,
+        # 0 stands for none.
+        _CAP: cap or None,
+        _BY_LAYER: by_layer,
+        "hidden_size_per_layer_input": layer_input,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": gguf.values[_WIDE],
+    }
+    if gguf.values.get(EXPERT_KEYS[0]):
+        values["enable_moe_block"] = True
+        values["top_k_experts"] = gguf.integer(EXPERT_KEYS[1], 1, Limits.experts)
+    return values
+
+
+def _read_gguf_ropes(gguf: Settings, factors: Sequence[float]) -> dict[str, Any]:
+    """Read the rotary positions of both kinds of layers: some dimensions of heads without a window
+    have a factor that keeps them as they are.
+    """
+    sizes = (_GGUF_ROTATED, _FULL_HEAD), (_GGUF_WINDOWED_ROTATED, _GGUF_LENGTHS[0])
+    for key, length in sizes:
+        if gguf.has(key) and gguf.values[key] != gguf.values[length]:
+            raise UnsupportedError(
+                f"{gguf.name}.{key} other than the size of heads is not supported",
+                path=gguf.path,
+                found=format_value(gguf.values[key]),
+                expected=gguf.values[length],
+            )
+    pairs = gguf.integer(_FULL_HEAD, 1, Limits.heads) // 2
+    rotated = sum(factor == 1 for factor in factors)
+    expected = (*([1.0] * rotated), *([_NOT_ROTATED] * (pairs - rotated)))
+    if len(factors) != pairs or tuple(factors) != expected or not rotated:
+        raise UnsupportedError(
+            "factors of frequencies other than 1 and 1e30 are not supported in Gemma 4",
+            path=gguf.path,
+            found=format_value(list(factors)),
+            expected=f"{pairs}, the first of them 1",
+        )
+    if gguf.values.get("rope.scaling.type", "none") != "none":
+        raise UnsupportedError(
+            "rope scaling is not supported in Gemma 4",
+            path=gguf.path,
+            found=format_value(gguf.values["rope.scaling.type"]),
+        )
+    bases = []
+    for key, kind in (("rope.freq_base", FULL), (WINDOWED_BASE, SLIDING)):
+        # llama.cpp's default.
+        base = 10000.0
+        if gguf.has(key):
+            base = gguf.number(key, MIN_THETA, MAX_THETA)
+        bases.append({**_ROPES[kind], "rope_theta": base})
+    full, windowed = bases
+    if rotated == pairs:
+        full = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    else:
+        full["partial_rotary_factor"] = rotated / pairs
+    return {"rope_parameters": {FULL: full, SLIDING: windowed}}
+
+
+def _write_gguf(config: ModelConfig) -> dict[str, Any]:
+    windowed = [window is not None for window in config.windows]
+    full_head_dim = config.full_head_dim or config.head_dim
+    windowed_rope = config.window_rope or config.rope
+    shared = sum(layer.shares_kv for layer in config.layers)
+    values = {
+        _GGUF_PATTERN: windowed,
+        _GGUF_KV_HEADS: [config.kv_heads_of(layer) for layer in range(config.num_layers)],
+        _GGUF_ROTATED: full_head_dim,
+        _GGUF_WINDOWED_ROTATED: config.head_dim,
+        "rope.freq_base": float(config.rope.theta),
+        WINDOWED_BASE: float(windowed_rope.theta),
+        _GGUF_SHARED: shared,
+        _GGUF_LAYER_INPUT: 0 if config.layer_inputs is None else config.layer_inputs.size,
+        _CAP: float(config.logit_softcap or 0),
+        **dict.fromkeys(_GGUF_LENGTHS, full_head_dim),
+        **dict.fromkeys(_GGUF_WINDOWED_LENGTHS, config.head_dim),
+    }
+    if config.wide_sharing_layers:
+        values[_GGUF_WIDTH] = [
+            config.intermediate_size_of(layer) for layer in range(config.num_layers)
+        ]
+    return values
+
+
+def _list_gguf_factors(config: ModelConfig) -> tuple[float, ...]:
+    pairs = (config.full_head_dim or config.head_dim) // 2
+    rotated = pairs
+    if config.rope.rotary_dim is not None:
+        rotated = config.rope.rotary_dim // 2
+    return (*([1.0] * rotated), *([_NOT_ROTATED] * (pairs - rotated)))
+
+
+def _shares_otherwise(config: ModelConfig) -> bool:
+    """Return whether shared keys and values are not those of the last two layers before, of which
+    the last one has no window.
+    """
+    first = config.num_layers - sum(layer.shares_kv for layer in config.layers)
+    if first < _GGUF_FEWEST:
+        return True
+    for number, source in enumerate(config.kv_sources):
+        has_window = config.layers[number].window is not None
+        if source is not None and source != first - (2 if has_window else 1):
+            return True
+    return False
+
+
+def _has_other_rows(config: ModelConfig) -> bool:
+    return config.layer_inputs is not None and config.layer_inputs.vocab_size != config.vocab_size
+
+
+_GGUF_FEWEST = 2
+_GEMMA4_GGUF = GgufArchitecture(
+    "gemma4",
+    keys=(
+        *EXPERT_KEYS,
+        _CAP,
+        WINDOWED_BASE,
+        *_GGUF_WINDOWED_LENGTHS,
+        _GGUF_WINDOWED_ROTATED,
+        _GGUF_SHARED,
+        _GGUF_LAYER_INPUT,
+    ),
+    names={
+        "shared_expert.gate": GGUF_NAMES["mlp.gate"],
+        "shared_expert.up": GGUF_NAMES["mlp.up"],
+        "shared_expert.down": GGUF_NAMES["mlp.down"],
+    },
+    window_period=_INTERVAL,
+    normalized=True,
+    dense_too=True,
+    uneven=True,
+    prepare=_prepare_gguf,
+    read_ropes=_read_gguf_ropes,
+    list_rope_factors=_list_gguf_factors,
+    read=_read_gguf,
+    write=_write_gguf,
+    refused={
+        "the absence of sliding-window layers": lambda config: not any(config.windows),
+        "shared keys and values other than those of the last two layers that compute some": (
+            _shares_otherwise
+        ),
+        "embeddings of layers for more tokens than the vocabulary has": _has_other_rows,
+        "a factor of rotary positions": lambda config: config.rope.factor != 1,
+    },
+)
+
 _EXPERTS = BLOCK + "experts."
 GEMMA4 = Family(
     "gemma4_text",
@@ -338,4 +588,5 @@ GEMMA4 = Family(
         StackedExperts(_EXPERTS + "gate_up_proj", ("expert.gate", "expert.up")),
         StackedExperts(_EXPERTS + "down_proj", ("expert.down",)),
     ),
+    gguf=_GEMMA4_GGUF,
 )

@@ -6,18 +6,33 @@ Its description is the code of transformers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from quantkit.architectures.config import ExpertsConfig, Limits, ModelConfig
+from quantkit.architectures.config import ExpertsConfig, Limits, Mamba2Config, ModelConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import Family, StackedExperts
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    Family,
+    GgufArchitecture,
+    StackedExperts,
+)
 from quantkit.architectures.families.keys import Keys, layer_count
-from quantkit.architectures.families.llama import declare_granite_multipliers
+from quantkit.architectures.families.llama import (
+    GGUF_MULTIPLIERS,
+    declare_granite_multipliers,
+    read_gguf_multipliers,
+)
 from quantkit.architectures.families.mamba import (
+    GGUF_MAMBA,
+    GGUF_REFUSED,
     LINEAR,
     find_mixers,
+    has_one_mixer,
     list_kinds,
+    list_mamba_keys,
+    read_gguf_mamba,
     read_mamba,
+    write_gguf_mamba,
     write_mamba,
 )
 from quantkit.architectures.names import BLOCK
@@ -106,6 +121,84 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+# llama.cpp has one architecture for Granite 4 and Bamba. Only Granite has multipliers and experts,
+# and only Bamba rotates a part of each head.
+_GGUF_ROTARY = "rope.scaling.finetuned"
+"""In spite of its name: whether there are rotary positions."""
+_GGUF_SHARED_SIZE = "expert_shared_feed_forward_length"
+_GGUF_EXPANSION = 2
+
+
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    """Read the keys of both families, so that `bamba` recognizes its own."""
+    mamba = read_gguf_mamba(gguf)
+    is_rotary = gguf.flag(_GGUF_ROTARY, True)
+    values = {
+        **list_mamba_keys(mamba, gguf.integer("embedding_length", 1, Limits.width)),
+        **read_gguf_multipliers(gguf, head_dim),
+        "position_embedding_type": _ROTARY if is_rotary else "nope",
+        "num_local_experts": 0,
+        "shared_intermediate_size": gguf.integer("feed_forward_length", 1, Limits.width),
+    }
+    if gguf.values.get(EXPERT_KEYS[0]):
+        values |= {
+            "num_local_experts": gguf.integer(EXPERT_KEYS[0], 1, Limits.experts),
+            "num_experts_per_tok": gguf.integer(EXPERT_KEYS[1], 1, Limits.experts),
+            "shared_intermediate_size": gguf.integer(_GGUF_SHARED_SIZE, 1, Limits.width),
+        }
+    elif is_rotary and not gguf.has("logit_scale"):
+        kv_heads = gguf.need("attention.head_count_kv")
+        if isinstance(kv_heads, list):
+            attention = [layer for layer, count in enumerate(kv_heads) if count]
+        else:
+            attention = list(range(gguf.integer("block_count", 1, Limits.layers)))
+        values[GGUF_BAMBA] = attention
+    if not is_rotary:
+        # Whatever a file states of positions that no layer has.
+        values["rope_scaling"] = {"rope_type": "default"}
+    return values
+
+
+def _write_gguf(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_gguf_mamba(config),
+        _GGUF_ROTARY: any(layer.rotary for layer in config.layers),
+    }
+
+
+def _has_other_expansion(config: ModelConfig) -> bool:
+    mamba = config.mamba2
+    assert mamba is not None
+    return mamba.inner_size != _GGUF_EXPANSION * config.hidden_size
+
+
+def _limits_steps(config: ModelConfig) -> bool:
+    assert config.mamba2 is not None
+    return config.mamba2.step_limits != Mamba2Config.step_limits
+
+
+GGUF_BAMBA: Final = "attn_layer_indices"
+"""The key of config.json by which a GGUF file of Bamba is recognized."""
+GRANITE_HYBRID_GGUF = GgufArchitecture(
+    "granitehybrid",
+    keys=(*EXPERT_KEYS, _GGUF_SHARED_SIZE, *GGUF_MULTIPLIERS, *GGUF_MAMBA),
+    interleaved_rotary=True,
+    biases=("qkv", "output"),
+    partial_rotary=True,
+    normalized=True,
+    dense_too=True,
+    uneven=True,
+    layer_without_kv=LINEAR,
+    read=_read_gguf,
+    write=_write_gguf,
+    refused={
+        **GGUF_REFUSED,
+        f"a width of Mamba other than {_GGUF_EXPANSION} hidden sizes": _has_other_expansion,
+        "limits of step sizes": _limits_steps,
+        "attention or Mamba in all layers": has_one_mixer,
+    },
+)
+
 _EXPERT = BLOCK + "block_sparse_moe.experts.{expert}."
 _STACK = BLOCK + "block_sparse_moe."
 _SHARED_IN = BLOCK + "shared_mlp.input_linear"
@@ -136,4 +229,5 @@ GRANITE_HYBRID = Family(
         StackedExperts(_STACK + "input_linear.weight", ("expert.gate", "expert.up")),
         StackedExperts(_STACK + "output_linear.weight", ("expert.down",)),
     ),
+    gguf=GRANITE_HYBRID_GGUF,
 )

@@ -124,12 +124,13 @@ _MULTIPLIERS = {
     "attention_multiplier": "attention_scale",
     "logits_scaling": "logit_multiplier",
 }
-_GRANITE_KEYS = {
+GGUF_MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+"""Granite's multipliers: llama.cpp's key, and that of config.json."""
 
 
 def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
@@ -141,7 +142,12 @@ def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
             found="'rope.scaling.finetuned' false",
         )
     gguf.need("logit_scale")
-    values = {name: keys.optional_number(gguf, key) for key, name in _GRANITE_KEYS.items()}
+    return read_gguf_multipliers(gguf, head_dim)
+
+
+def read_gguf_multipliers(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    """Read the multipliers of Granite from the keys `GGUF_MULTIPLIERS` of a GGUF file."""
+    values = {name: keys.optional_number(gguf, key) for key, name in GGUF_MULTIPLIERS.items()}
     # Without a factor llama.cpp scales attention in the usual way; the default of config.json is 1.
     if values["attention_multiplier"] is None:
         values["attention_multiplier"] = head_dim**-0.5
@@ -169,7 +175,7 @@ GRANITE = Family(
     options={"kv_heads_required": False},
     gguf=GgufArchitecture(
         "granite",
-        keys=tuple(_GRANITE_KEYS),
+        keys=tuple(GGUF_MULTIPLIERS),
         interleaved_rotary=True,
         biases=_ALL_BIASES,
         rope_freqs=True,

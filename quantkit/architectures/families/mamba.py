@@ -19,6 +19,15 @@ LINEAR = "linear_attention"
 OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
 """Kinds of layers in older files, and today's names."""
 
+GGUF_MAMBA = (
+    "ssm.conv_kernel",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+    "ssm.group_count",
+)
+"""llama.cpp's keys of Mamba-2: its rank of step sizes is the number of heads."""
+
 _LIMITS = "time_step_limit"
 # Transformers' defaults, by the key in config.json.
 _SIZES = {
@@ -110,8 +119,12 @@ def read_mamba(settings: Settings) -> Mamba2Config:
 
 def write_mamba(config: ModelConfig) -> dict[str, Any]:
     """Write the keys that `read_mamba` reads."""
-    mamba = config.mamba2
-    assert mamba is not None
+    assert config.mamba2 is not None
+    return list_mamba_keys(config.mamba2, config.hidden_size)
+
+
+def list_mamba_keys(mamba: Mamba2Config, hidden_size: int) -> dict[str, Any]:
+    """List the settings of Mamba-2 as `read_mamba` reads them."""
     largest_step = mamba.step_limits[1]
     return {
         "mamba_n_heads": mamba.heads,
@@ -119,11 +132,66 @@ def write_mamba(config: ModelConfig) -> dict[str, Any]:
         "mamba_n_groups": mamba.groups,
         "mamba_d_state": mamba.state_size,
         "mamba_d_conv": mamba.convolution,
-        "mamba_expand": mamba.inner_size // config.hidden_size,
+        "mamba_expand": mamba.inner_size // hidden_size,
         "mamba_conv_bias": mamba.convolution_bias,
         "mamba_proj_bias": mamba.bias,
         _LIMITS: [mamba.step_limits[0], INFINITY if largest_step == math.inf else largest_step],
     }
+
+
+def read_gguf_mamba(gguf: Settings) -> Mamba2Config:
+    """Read Mamba-2 from the keys `GGUF_MAMBA` of a GGUF file.
+
+    Raises:
+        CheckpointError: if a value has the wrong type or is out of range, or sizes do not fit.
+    """
+    convolution, inner, state_size, heads, groups = (
+        gguf.integer(key, 1, Limits.width) for key in GGUF_MAMBA
+    )
+    if inner % heads:
+        raise CheckpointError(
+            "the heads of Mamba do not fill its width",
+            path=gguf.path,
+            found=f"{heads} heads of {inner} in all",
+        )
+    return Mamba2Config(heads, inner // heads, groups, state_size, convolution)
+
+
+def write_gguf_mamba(config: ModelConfig) -> dict[str, Any]:
+    """Write the keys `GGUF_MAMBA`."""
+    mamba = config.mamba2
+    assert mamba is not None
+    values = (
+        mamba.convolution,
+        mamba.inner_size,
+        mamba.state_size,
+        mamba.heads,
+        mamba.groups,
+    )
+    return dict(zip(GGUF_MAMBA, values, strict=True))
+
+
+def has_one_mixer(config: ModelConfig) -> bool:
+    """Return whether no layer has Mamba-2, or none has attention; llama.cpp ends its process when
+    it runs such a hybrid.
+    """
+    mixers = {layer.mixer for layer in config.layers}
+    return not mixers >= {"attention", "mamba2"}
+
+
+def _lacks_convolution_bias(config: ModelConfig) -> bool:
+    return config.mamba2 is not None and not config.mamba2.convolution_bias
+
+
+def _has_linear_biases(config: ModelConfig) -> bool:
+    return config.mamba2 is not None and config.mamba2.bias
+
+
+GGUF_REFUSED = {
+    "convolutions of Mamba without biases": _lacks_convolution_bias,
+    "biases of Mamba's linears": _has_linear_biases,
+}
+"""What llama.cpp does not compute in Mamba-2, as `GgufArchitecture.refused`."""
 
 
 def require_groups(mamba: Mamba2Config, settings: Settings) -> None:

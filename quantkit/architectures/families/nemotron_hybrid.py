@@ -7,12 +7,29 @@ Its description is the code of transformers.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, Limits, Mamba2Config, ModelConfig
-from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    LAYER_NORM_EPS,
+    RMS_EPS,
+    Family,
+    GgufArchitecture,
+)
 from quantkit.architectures.families.keys import Keys
-from quantkit.architectures.families.mamba import LINEAR, OLDER_KINDS, require_groups
+from quantkit.architectures.families.mamba import (
+    GGUF_MAMBA,
+    GGUF_REFUSED,
+    LINEAR,
+    OLDER_KINDS,
+    has_one_mixer,
+    read_gguf_mamba,
+    require_groups,
+    write_gguf_mamba,
+)
+from quantkit.architectures.names import GGUF_NAMES
 from quantkit.architectures.rope import FULL
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -84,6 +101,10 @@ def _prepare(settings: Settings) -> Settings:
     values[_KINDS] = kinds
     # transformers counts the layers of the list.
     values["num_hidden_layers"] = len(kinds)
+    # No layer has this width then, and llama.cpp's files state that of experts.
+    if _MLP not in kinds and _EXPERTS in kinds:
+        sizes = _read_sizes(Settings(values, settings.path), _EXPERT_SIZES)
+        values["intermediate_size"] = sizes["moe_intermediate_size"]
     return Settings(values, settings.path)
 
 
@@ -211,6 +232,13 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
         "mlp_hidden_act": "relu2",
         "mlp_bias": config.mlp_bias,
         "mamba_hidden_act": "silu",
+        **_list_mamba_keys(mamba),
+        "time_step_min": mamba.step_limits[0],
+    }
+
+
+def _list_mamba_keys(mamba: Mamba2Config) -> dict[str, Any]:
+    return {
         "mamba_num_heads": mamba.heads,
         "mamba_head_dim": mamba.head_size,
         "n_groups": mamba.groups,
@@ -218,7 +246,6 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
         "conv_kernel": mamba.convolution,
         "use_conv_bias": mamba.convolution_bias,
         "use_bias": mamba.bias,
-        "time_step_min": mamba.step_limits[0],
     }
 
 
@@ -238,6 +265,145 @@ def _write_experts(config: ModelConfig) -> dict[str, Any]:
         "topk_group": 1,
     }
 
+
+_GGUF_STEP_MIN = "ssm.time_step_min"
+"""quantkit's key: the smallest step size, to which transformers clamps them, and llama.cpp none."""
+_GGUF_SHARED_SIZE = "expert_shared_feed_forward_length"
+_GGUF_SHARED_COUNT = "expert_shared_count"
+_GGUF_NORMALIZED = "expert_weights_norm"
+_GGUF_SCALING = "expert_weights_scale"
+_GGUF_GROUPS = "expert_group_count"
+_GGUF_USED_GROUPS = "expert_group_used_count"
+_GGUF_LATENT = "moe_latent_size"
+
+
+def _list_gguf_sizes(gguf: Settings, key: str, high: int) -> list[int]:
+    """List a size for each layer; a single number is that of all."""
+    if isinstance(gguf.need(key), list):
+        return gguf.integers(key, 0, high)
+    return [gguf.integer(key, 0, high)] * gguf.integer("block_count", 1, Limits.layers)
+
+
+def _read_gguf_kinds(gguf: Settings, feed_forward: str) -> list[str]:
+    """Read the kind of each layer as llama.cpp does: one without KV heads and feed-forward has
+    Mamba-2, and one with both has no attention.
+    """
+    kinds = []
+    kv_heads = _list_gguf_sizes(gguf, "attention.head_count_kv", Limits.heads)
+    widths = _list_gguf_sizes(gguf, "feed_forward_length", Limits.width)
+    for count, width in zip(kv_heads, widths, strict=True):
+        if width:
+            kinds.append(feed_forward)
+        else:
+            kinds.append(FULL if count else LINEAR)
+    return kinds
+
+
+def _read_gguf(gguf: Settings, head_dim: int, feed_forward: str = _MLP) -> dict[str, Any]:
+    mamba = read_gguf_mamba(gguf)
+    # llama.cpp takes the other key for these norms only if the first is absent.
+    eps_key = RMS_EPS if gguf.has(RMS_EPS) else LAYER_NORM_EPS
+    # The published models have transformers' default, and no key of llama.cpp says so.
+    step_min = _STEP_MIN
+    if gguf.has(_GGUF_STEP_MIN):
+        step_min = gguf.number(_GGUF_STEP_MIN, 0, _MAX_STEP)
+    return {
+        "layer_types": _read_gguf_kinds(gguf, feed_forward),
+        "layer_norm_epsilon": gguf.number(eps_key, *Limits.eps),
+        **_list_mamba_keys(mamba),
+        "time_step_min": step_min,
+    }
+
+
+def _read_gguf_experts(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    if gguf.has(_GGUF_GROUPS) and gguf.integer(_GGUF_GROUPS, 0, Limits.experts) > 1:
+        raise UnsupportedError(
+            "a choice of groups of experts is not supported",
+            path=gguf.path,
+            found=f"{gguf.name}.{_GGUF_GROUPS} {gguf.values[_GGUF_GROUPS]}",
+        )
+    latent = None
+    if gguf.values.get(_GGUF_LATENT):
+        latent = gguf.integer(_GGUF_LATENT, 1, Limits.width)
+    scaling = 1.0
+    # llama.cpp takes 0 for none.
+    if gguf.values.get(_GGUF_SCALING):
+        scaling = gguf.number(_GGUF_SCALING, 1e-6, _MAX_SCALING)
+    return {
+        **_read_gguf(gguf, head_dim, _EXPERTS),
+        "n_routed_experts": gguf.integer(EXPERT_KEYS[0], 1, Limits.experts),
+        "num_experts_per_tok": gguf.integer(EXPERT_KEYS[1], 1, Limits.experts),
+        "moe_intermediate_size": gguf.integer(EXPERT_KEYS[2], 1, Limits.width),
+        "moe_shared_expert_intermediate_size": gguf.integer(_GGUF_SHARED_SIZE, 1, Limits.width),
+        "moe_latent_size": latent,
+        "norm_topk_prob": gguf.flag(_GGUF_NORMALIZED, False),
+        "routed_scaling_factor": scaling,
+    }
+
+
+def _write_gguf(config: ModelConfig) -> dict[str, Any]:
+    assert config.mamba2 is not None
+    values = {
+        **write_gguf_mamba(config),
+        _GGUF_STEP_MIN: float(config.mamba2.step_limits[0]),
+    }
+    experts = config.experts
+    if experts is not None:
+        values |= {
+            _GGUF_SHARED_COUNT: 1,
+            _GGUF_NORMALIZED: experts.normalized,
+            _GGUF_SCALING: float(experts.scaling),
+        }
+        if experts.latent_size:
+            values[_GGUF_LATENT] = experts.latent_size
+    return values
+
+
+def _mixes_feed_forwards(config: ModelConfig) -> bool:
+    kinds = {layer.experts for layer in config.layers if layer.feed_forward}
+    return len(kinds) > 1
+
+
+_GGUF = GgufArchitecture(
+    "nemotron_h",
+    keys=(*GGUF_MAMBA, RMS_EPS, _GGUF_STEP_MIN),
+    # The only norm of a layer, before its only branch.
+    names={"mlp.norm": GGUF_NAMES["attention.norm"]},
+    # Without rotary positions, the order of rows has no effect; llama.cpp's converter changes it.
+    interleaved_rotary=True,
+    # No layer has any.
+    read_ropes=lambda gguf, factors: {},
+    biases=("mlp",),
+    uneven=True,
+    single_branches=True,
+    layer_without_kv=LINEAR,
+    # llama.cpp requires this one, whatever it takes for its norms.
+    eps_key=LAYER_NORM_EPS,
+    read=_read_gguf,
+    write=_write_gguf,
+    refused={
+        **GGUF_REFUSED,
+        "attention or Mamba in all layers with a mixer": has_one_mixer,
+    },
+)
+_GGUF_SPARSE = replace(
+    _GGUF,
+    name="nemotron_h_moe",
+    keys=(
+        *_GGUF.keys,
+        *EXPERT_KEYS,
+        _GGUF_SHARED_SIZE,
+        _GGUF_SHARED_COUNT,
+        _GGUF_NORMALIZED,
+        _GGUF_SCALING,
+        _GGUF_GROUPS,
+        _GGUF_USED_GROUPS,
+        _GGUF_LATENT,
+    ),
+    biases=(),
+    read=_read_gguf_experts,
+    refused={**_GGUF.refused, "feed-forwards without experts": _mixes_feed_forwards},
+)
 
 _BLOCK = "backbone.layers.{layer}."
 _MIXER = _BLOCK + "mixer."
@@ -290,4 +456,6 @@ NEMOTRON_H = Family(
         "shared_expert.up": _SHARED + "up_proj",
         "shared_expert.down": _SHARED + "down_proj",
     },
+    gguf=_GGUF,
+    gguf_sparse=_GGUF_SPARSE,
 )

@@ -40,6 +40,7 @@ from quantkit.formats.gguf.names import (
     get_stored_shape,
     gguf_tensors,
     has_merged_qkv,
+    is_unread,
     keeps_float32,
 )
 from quantkit.formats.gguf.stored_form import can_move_columns, restore
@@ -289,8 +290,11 @@ class GgufCheckpoint:
     def _view(self, tensor: DiskTensor) -> View:
         """Locate a tensor, in the expected shape; of blocks, their bytes."""
         view = self._files[tensor.name].view(tensor.name)
-        # Files may have other sizes of 1; the last size is that of the bytes of blocks.
-        shape = (*tensor.shape[:-1], view.shape[-1])
+        # Files may have other sizes of 1, and rows where one vector is expected.
+        shape = tensor.shape
+        if self._stored[tensor.name].type not in FLOATS:
+            # The last size is that of the bytes of blocks.
+            shape = (*tensor.shape[:-1], view.shape[-1])
         return replace(view, shape=shape, stride=contiguous_strides(shape))
 
     def _require_types(self, metadata: Mapping[str, Any]) -> None:
@@ -361,12 +365,16 @@ class GgufCheckpoint:
         return _DEFAULT
 
     def _check(self) -> None:
-        expected = {name: get_stored_shape(tensor) for name, tensor in self._disk.items()}
+        expected = {}
+        for name, disk_tensor in self._disk.items():
+            expected[name] = get_stored_shape(self.config, disk_tensor)
         is_tied = self.config.tied_embeddings
         specs = {}
         for name, tensor in self._stored.items():
             # These became a part of the config.
             if name in ROPE_TENSORS:
+                continue
+            if is_unread(self.config, name):
                 continue
             # A head that equals the embedding is allowed in any architecture.
             if name == _HEAD and is_tied and name not in expected:

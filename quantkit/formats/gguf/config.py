@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
@@ -17,6 +17,7 @@ from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.families.family import (
     EXPERT_KEYS,
     WINDOWED_BASE,
+    Family,
     GgufArchitecture,
     count_layers,
 )
@@ -50,9 +51,13 @@ _KEYS = frozenset(
     }
 )
 _KV_HEADS = "attention.head_count_kv"
+_WIDTH = "feed_forward_length"
 _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
+_KEYS_ENDING = ".attn_k.weight"
+_VALUES_ENDING = ".attn_v.weight"
 _SOFTMAX = 1
+_NORMALIZED = "expert_weights_norm"
 
 
 def build_config(
@@ -77,7 +82,7 @@ def build_config(
         UnsupportedError: for an architecture or a setting that is not supported.
     """
     architecture = _architecture(metadata, path)
-    keys = _read_architecture_keys(metadata, architecture, path)
+    keys = architecture.prepare(_read_architecture_keys(metadata, architecture, path))
     layers = count_layers(keys)
     heads = _read_uniform_size(keys, "attention.head_count", Limits.heads)
     hidden = keys.integer("embedding_length", 1, Limits.width)
@@ -128,12 +133,13 @@ def build_config(
     if set(eos_ids) <= set(listed_eos_ids):
         eos_ids = listed_eos_ids
     # Some architectures have one tensor for queries, keys and values.
-    has_qkv_bias = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(shapes)
+    has_qkv_bias = _has_any(shapes, (".attn_q.bias", ".attn_qkv.bias"))
     # A config.json, whose family checks it and fills in defaults.
     raw: dict[str, Any] = {
         "vocab_size": embedding[0],
+        "vocab_size_per_layer_input": embedding[0],
         "hidden_size": hidden,
-        "intermediate_size": _read_width(keys),
+        "intermediate_size": _read_feed_forward_size(keys, architecture, layers),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         # Without any layer with attention, no number is used.
@@ -150,7 +156,9 @@ def build_config(
         "eos_token_id": list(eos_ids) or None,
         "attention_bias": has_qkv_bias,
         "qkv_bias": has_qkv_bias,
-        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "attention_k_eq_v": _lacks_values(shapes),
+        # The first for feed-forwards with a gate, which others have not.
+        "mlp_bias": _has_any(shapes, (".ffn_gate.bias", ".ffn_up.bias")),
         **read_rope(keys, architecture, shortest_factors, head_dim, context),
         **_experts(keys, architecture),
         **architecture.read(keys, head_dim),
@@ -161,7 +169,8 @@ def build_config(
         if architecture.wide_scale_layers == layers:
             raw["query_pre_attn_scalar"] = hidden // heads
     raw["model_type"] = _family(metadata, architecture, raw)
-    if WINDOWED_BASE in architecture.keys and window is not None:
+    by_kind = WINDOWED_BASE in architecture.keys and architecture.read_ropes is None
+    if by_kind and window is not None:
         raw |= _ropes_by_layer(keys, architecture, raw)
     return config_from_hf(raw, path)
 
@@ -180,7 +189,7 @@ def build_metadata(config: ModelConfig) -> dict[str, Any]:
         "context_length": config.max_context,
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
-        "feed_forward_length": config.intermediate_size,
+        _WIDTH: _list_feed_forward_sizes(config, architecture),
         "attention.head_count": config.num_heads,
         _KV_HEADS: _list_kv_heads(config, architecture),
         "attention.key_length": config.head_dim,
@@ -230,6 +239,11 @@ def describe_llama_cpp_differences(config: ModelConfig) -> list[str]:
             f"llama.cpp ignores the model's windows of {window} tokens, so its results differ for"
             " longer texts"
         )
+    if config.mamba2 is not None and config.mamba2.step_limits[0] > 0:
+        differences.append(
+            f"llama.cpp does not clamp step sizes to at least {config.mamba2.step_limits[0]:g}, as"
+            " transformers does, so its logits differ slightly"
+        )
     # The published gpt-oss models have this setting, which llama.cpp's converter leaves out.
     if config.rope.type == "yarn" and not config.rope.truncate:
         differences.append(
@@ -237,6 +251,23 @@ def describe_llama_cpp_differences(config: ModelConfig) -> list[str]:
             " not ('truncate' false), so its logits differ slightly"
         )
     return differences
+
+
+def _has_any(names: Collection[str], endings: tuple[str, ...]) -> bool:
+    """Return whether a tensor of any layer has one of the endings: not all layers have all linears
+    of a model.
+    """
+    return any(name.endswith(endings) for name in names)
+
+
+def _lacks_values(names: Collection[str]) -> bool:
+    """Return whether a layer has a projection of keys and none of values."""
+    for name in names:
+        if name.endswith(_KEYS_ENDING):
+            values_name = name.removesuffix(_KEYS_ENDING) + _VALUES_ENDING
+            if values_name not in names:
+                return True
+    return False
 
 
 def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
@@ -256,9 +287,7 @@ def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture
             found=format_value(name),
             expected=", ".join(sorted(families_by_architecture)),
         )
-    architecture = families_by_architecture[name][0].gguf
-    assert architecture is not None
-    return architecture
+    return _plain_family(families_by_architecture[name]).gguf_architectures[name]
 
 
 def _read_architecture_keys(
@@ -276,7 +305,7 @@ def _read_architecture_keys(
     default_values = {
         "expert_gating_func": _SOFTMAX,
         "expert_weights_scale": 1.0,
-        "expert_weights_norm": architecture.normalized,
+        _NORMALIZED: architecture.normalized,
     }
     supported_keys = {*_KEYS, *architecture.keys, architecture.eps_key}
     for key, value in values.items():
@@ -320,18 +349,44 @@ def _read_kv_heads(
     """Read the number of KV heads of each layer: 0 in layers with another mixer than attention, and
     the same in all others.
     """
-    listed = keys.values.get(_KV_HEADS)
-    if architecture.layer_without_kv is None or not isinstance(listed, list):
+    if architecture.layer_without_kv is None or not isinstance(keys.values.get(_KV_HEADS), list):
         return [_read_uniform_size(keys, _KV_HEADS, Limits.heads, heads)] * layers
-    counts = keys.integers(_KV_HEADS, 0, Limits.heads)
-    if len(counts) != layers or len(set(counts) - {0}) > 1:
+    return _read_sizes_or_zero(keys, _KV_HEADS, Limits.heads, layers)
+
+
+def _read_sizes_or_zero(keys: Settings, key: str, high: int, layers: int) -> list[int]:
+    """Read a size of each layer: 0 in some, and the same in all others."""
+    sizes = keys.integers(key, 0, high)
+    if len(sizes) != layers or len(set(sizes) - {0}) > 1:
         raise CheckpointError(
-            f"{keys.name}.{_KV_HEADS} does not match the layers",
+            f"{keys.name}.{key} does not match the layers",
             path=keys.path,
-            found=format_value(listed),
+            found=format_value(sizes),
             expected=f"0 or one number for each of {layers}",
         )
-    return counts
+    return sizes
+
+
+def _read_feed_forward_size(keys: Settings, architecture: GgufArchitecture, layers: int) -> int:
+    """Read the width of feed-forwards; of experts in layers that have such in their place."""
+    if not architecture.single_branches or not isinstance(keys.values.get(_WIDTH), list):
+        return _read_width(keys)
+    # Without any feed-forward, no width is used.
+    return max(_read_sizes_or_zero(keys, _WIDTH, Limits.width, layers)) or 1
+
+
+def _list_feed_forward_sizes(
+    config: ModelConfig, architecture: GgufArchitecture
+) -> int | list[int]:
+    """List the width of the feed-forward of each layer as `_read_feed_forward_size` reads them; one
+    number where all layers have one.
+    """
+    if not architecture.single_branches:
+        return config.intermediate_size
+    sizes: list[int] = []
+    for layer in config.layers:
+        sizes.append(config.intermediate_size if layer.feed_forward else 0)
+    return sizes
 
 
 def _list_kv_heads(config: ModelConfig, architecture: GgufArchitecture) -> int | list[int]:
@@ -393,7 +448,7 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
         return {}
     count = keys.integer("expert_count", 0, Limits.experts)
     per_token = keys.integer("expert_used_count", 1, Limits.experts)
-    width = _read_width(keys)
+    width = _read_feed_forward_size(keys, architecture, keys.values["block_count"])
     size_key = "expert_feed_forward_length"
     shared_key = "expert_shared_feed_forward_length"
     if keys.has(size_key):
@@ -420,11 +475,9 @@ def _family(
     the features.
     """
     families = sharing_families()[architecture.name]
-    unmarked = [family for family in families if family.gguf_mark is None]
-    plain_family = (unmarked or families)[0]
-    families_by_feature = {}
+    families_by_feature: dict[str, str] = {}
     for family in families:
-        if raw.get(family.gguf_mark or "") is not None:
+        if family.gguf_mark is not None and raw.get(family.gguf_mark) is not None:
             families_by_feature[family.gguf_mark] = family.model_type
     model_type = metadata.get(MODEL_TYPE)
     # A file with experts is of the family with experts, whatever its key says.
@@ -433,7 +486,15 @@ def _family(
     for family in families:
         if model_type == family.model_type:
             return family.model_type
-    return families_by_feature.get("sliding_window") or plain_family.model_type
+    return next(iter(families_by_feature.values()), _plain_family(families).model_type)
+
+
+def _plain_family(families: Sequence[Family]) -> Family:
+    """Choose the family whose files have no mark; its architecture reads those of all."""
+    for family in families:
+        if family.gguf_mark is None:
+            return family
+    return families[0]
 
 
 def _ropes_by_layer(
@@ -501,14 +562,17 @@ def _require_supported(config: ModelConfig, architecture: GgufArchitecture) -> N
     for name, has_bias in biases.items():
         if has_bias and name not in architecture.biases:
             refused.append(f"biases of {name}")
-    all_sparse = all(layer.experts for layer in config.layers)
+    all_sparse = all(layer.experts for layer in config.layers if layer.feed_forward)
     if config.experts is not None and not (all_sparse or architecture.dense_layers):
         refused.append("layers without experts")
     if architecture.tied is True and not config.tied_embeddings:
         refused.append("a separate head")
     if architecture.full_width and config.num_heads * config.head_dim != config.hidden_size:
         refused.append("heads whose total width is not the hidden size")
-    if config.experts is not None and config.experts.normalized != architecture.normalized:
+    # Others state it.
+    is_fixed = _NORMALIZED not in architecture.keys
+    experts = config.experts
+    if is_fixed and experts is not None and experts.normalized != architecture.normalized:
         refused.append(
             f"routing weights that {'do not ' if architecture.normalized else ''}add up to 1"
         )
@@ -534,6 +598,8 @@ def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None
     shapes: dict[str, tuple[int, ...]] = {}
     if config.qkv_bias:
         shapes["blk.0.attn_q.bias"] = (1,)
+    if config.values_are_keys:
+        shapes[f"blk.0{_KEYS_ENDING}"] = (1,)
     if config.mlp_bias:
         shapes["blk.0.ffn_gate.bias"] = (1,)
     shapes["token_embd.weight"] = (config.vocab_size, config.hidden_size)

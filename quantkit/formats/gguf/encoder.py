@@ -118,7 +118,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         for tensor, first, spec in plan_units(planned, gguf_tensors(config)):
             # Experts are appended one by one, which buffers less.
             at_once = len(tensor.parts) if tensor.stacked is None else 1
-            stored = GgufTensor(tensor.name, _type(tensor, spec), get_stored_shape(tensor))
+            stored = GgufTensor(tensor.name, _type(tensor, spec), get_stored_shape(config, tensor))
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
         self._metadata: dict[str, Any] = {**kinds, **metadata}

@@ -28,6 +28,11 @@ within it.
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 
 _QKV = "attention.qkv"
+_GATE_UP = "blk.{layer}.ffn_gate_up_exps"
+_GATE_UP_ROLES = ("expert.gate", "expert.up")
+
+# Of Mamba-2: the decay of each head's state, and the weight of what skips the state.
+_HEAD_NUMBERS = (".ssm_a", ".ssm_d")
 
 
 def has_merged_qkv(config: ModelConfig, names: Collection[str]) -> bool:
@@ -47,8 +52,8 @@ def sharing_families() -> dict[str, list[Family]]:
     """
     families_by_architecture: dict[str, list[Family]] = {}
     for family in FAMILIES.values():
-        if family.gguf is not None:
-            families_by_architecture.setdefault(family.gguf.name, []).append(family)
+        for name in family.gguf_architectures:
+            families_by_architecture.setdefault(name, []).append(family)
     return families_by_architecture
 
 
@@ -63,12 +68,21 @@ def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
         model_types: list[str] = []
         for sharing in sharing_families().values():
             model_types += [supported_family.model_type for supported_family in sharing]
+        model_types = list(dict.fromkeys(model_types))
         raise UnsupportedError(
             "this architecture cannot be written as GGUF",
             found=config.architecture,
             expected=", ".join(sorted(model_types)),
         )
+    if config.experts is not None and family.gguf_sparse is not None:
+        return family.gguf_sparse
     return family.gguf
+
+
+def has_merged_experts(names: Collection[str]) -> bool:
+    """Return whether a file with tensors of these names stores gate and up of experts as one."""
+    ending = _GATE_UP.removeprefix("blk.{layer}")
+    return any(name.endswith(f"{ending}.weight") for name in names)
 
 
 def gguf_tensors(
@@ -89,11 +103,17 @@ def gguf_tensors(
     if merged_qkv:
         architecture = replace(architecture, fused=(*architecture.fused, _QKV))
     parameter_by_name: dict[str, Parameter] = {}
+    merged_experts = has_merged_experts(stored)
 
     def locate_parameter(parameter: Parameter) -> tuple[str, StackedExperts | None]:
-        name = _name(architecture, parameter)
+        if merged_experts and parameter.role in _GATE_UP_ROLES:
+            name = f"{_GATE_UP.format(layer=parameter.layer)}.weight"
+            stacked: StackedExperts | None = StackedExperts(_GATE_UP, _GATE_UP_ROLES)
+        else:
+            name = _name(architecture, parameter)
+            stacked = _find_expert_stack(parameter)
         parameter_by_name[name] = parameter
-        return name, _find_expert_stack(parameter)
+        return name, stacked
 
     whole_tensors = build_disk_tensors(
         config, locate_parameter, interleaved=architecture.interleaved_rotary
@@ -116,6 +136,19 @@ def gguf_tensors(
     return disk_tensors
 
 
+def is_unread(config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor is one that a file may have and llama.cpp does not compute with: of
+    the keys and values of a layer that takes those of another one.
+    """
+    for number, layer in enumerate(config.layers):
+        if not layer.shares_kv:
+            continue
+        for role in ("attention.k", "attention.v", "attention.k_norm"):
+            if name == f"{GGUF_NAMES[role].format(layer=number)}.weight":
+                return True
+    return False
+
+
 def keeps_float32(tensor: DiskTensor) -> bool:
     """Return whether llama.cpp wants a tensor in float32 whatever the model's type: norms, biases,
     routers, filters of convolutions.
@@ -132,10 +165,17 @@ def keeps_float32(tensor: DiskTensor) -> bool:
     )
 
 
-def get_stored_shape(tensor: DiskTensor) -> tuple[int, ...]:
-    """Return the shape in a file: filters of convolutions [C, 1, K] are matrices."""
+def get_stored_shape(config: ModelConfig, tensor: DiskTensor) -> tuple[int, ...]:
+    """Return the shape in a file: filters of convolutions [C, 1, K] are matrices, and so are the
+    numbers of the heads of Mamba-2, [H, 1], and its norm, a row for each group.
+    """
     if tensor.stacked is None and len(tensor.shape) == 3 and tensor.shape[1] == 1:
         return tensor.shape[0], tensor.shape[2]
+    if config.mamba2 is not None:
+        if tensor.name.endswith(_HEAD_NUMBERS):
+            return *tensor.shape, 1
+        if tensor.name.endswith(".ssm_norm.weight"):
+            return config.mamba2.groups, tensor.shape[0] // config.mamba2.groups
     return tensor.shape
 
 

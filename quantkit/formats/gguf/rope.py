@@ -59,6 +59,8 @@ def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str,
         UnsupportedError: for what llama.cpp does not compute.
     """
     rope = config.rope
+    if architecture.read_ropes is not None:
+        return {}
     keys: dict[str, Any] = {
         "rope.dimension_count": rope.rotary_dim or config.head_dim,
         "rope.freq_base": float(rope.theta),
@@ -112,6 +114,8 @@ def compute_rope_factors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
         UnsupportedError: see `gguf_architecture`.
     """
     architecture = gguf_architecture(config)
+    if architecture.list_rope_factors is not None:
+        return {ROPE_FREQS: architecture.list_rope_factors(config)}
     rope = config.rope
     long_factor = rope.long_factor
     short_factor = rope.short_factor
@@ -143,6 +147,8 @@ def read_rope(
         CheckpointError: for values of the wrong type, or that contradict each other.
         UnsupportedError: for what quantkit or the architecture does not compute.
     """
+    if architecture.read_ropes is not None:
+        return architecture.read_ropes(keys, factors.get(ROPE_FREQS, ()))
     if keys.has("rope.freq_base"):
         theta = keys.number("rope.freq_base", MIN_THETA, MAX_THETA)
     else:
@@ -197,8 +203,10 @@ def read_rope(
             scaling["llama_4_scaling_beta"] = keys.number(QUERY_SCALE, 0, MAX_BETA)
     config_keys: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if architecture.partial_rotary:
-        # Also if all of a head is rotated, which is not the default of every family.
+        # Also if all of a head is rotated, which is not the default of every family; some read it
+        # at one place, some at the other.
         config_keys["partial_rotary_factor"] = rotated / head_dim
+        scaling["partial_rotary_factor"] = rotated / head_dim
     if scaling["rope_type"] == "longrope":
         # Phi-3's config.json has it outside the scaling.
         original_context = scaling["original_max_position_embeddings"]

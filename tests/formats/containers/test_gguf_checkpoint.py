@@ -81,6 +81,15 @@ _FAMILIES = (
     "qwen3-5",
     "qwen3-5-moe",
     "qwen3-next",
+    "granite-hybrid",
+    "granite-hybrid-moe",
+    "bamba",
+    "bamba-biases",
+    "nemotron-h",
+    "nemotron-h-moe",
+    "gemma4",
+    "gemma4-small",
+    "gemma4-experts",
 )
 
 
@@ -127,10 +136,33 @@ def test_a_file_of_the_converter_is_the_model_that_it_was_made_of(
     assert found.names() == source.names()
     assert found.config.differences(source.config) == []
     # Norms are stored with 1 added, decay rates in place of their logarithms.
-    rounded = 2.5e-7 if source.config.norm_offset else 0
+    rounded = 2.5e-7 if source.config.norm_offset or source.config.mamba2 else 0
     for name in source.names():
         assert found.info(name).shape == source.info(name).shape
         torch.testing.assert_close(found.load(name), source.load(name), rtol=0, atol=rounded)
+
+
+def test_rates_of_decay_are_negative(tmp_path: Path) -> None:
+    kind, changes = CASES["bamba"]
+    source, tensors = _source(json.dumps([kind, changes]))
+    rates = {"blk.0.ssm_a": -tensors["blk.0.ssm_a"]}
+    path = gguf_files.write(
+        tmp_path / "a.gguf", build_metadata(source.config) | _ENDS, tensors | rates
+    )
+    with raises(CheckpointError, "blk.0.ssm_a"):
+        _opened(path).load("model.layers.0.mamba.A_log")
+
+
+def test_keys_and_values_of_layers_that_share_them_are_not_read(tmp_path: Path) -> None:
+    kind, changes = CASES["gemma4-small"]
+    source, tensors = _source(json.dumps([kind, changes]))
+    unread = {f"blk.4.attn_{part}.weight": np.zeros((2, 2), np.float32) for part in "kv"}
+    metadata = build_metadata(source.config) | _ENDS
+    opened = _opened(gguf_files.write(tmp_path / "a.gguf", metadata, tensors | unread))
+    assert opened.names() == source.names()
+    other = {"blk.3.attn_x.weight": np.zeros((2, 2), np.float32)}
+    with raises(CheckpointError, "attn_x"):
+        _opened(gguf_files.write(tmp_path / "b.gguf", metadata, tensors | other))
 
 
 @pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q8_0])
