@@ -1,7 +1,7 @@
 r"""Measure model files on this CPU, in turn with llama.cpp: a table in Markdown.
 
     python scripts/measure/measure_files.py --peer PYTHON OURS[=THEIRS] ... [--modes exact fast] \
-        [--rounds 5] [--measures decode "decode batch 8" "prefill 512" memory]
+        [--rounds 5] [--measures decode "decode batch 8" "prefill 512" "decode after 8192" memory]
 
 OURS is whatever quantkit runs, THEIRS the GGUF file that llama.cpp runs next to it, by default the
 same. PYTHON has llama-cpp-python and gguf. For each pair both are loaded, each in a process, and
@@ -27,6 +27,9 @@ from shared.ratios import median_ratio
 from shared.tables import print_header, print_row
 
 MEASURES = ("decode", "decode batch 8", "prefill 512", "memory")
+LONG = "decode after 8192"
+LONG_PROMPT, LONG_NEW = 8192, 16
+"""Of the long measure: tokens of the prompt, which is not timed, and new ones."""
 
 
 def serve(path: str, mode: str, threads: int) -> None:
@@ -45,6 +48,9 @@ def serve(path: str, mode: str, threads: int) -> None:
         "decode": lambda: 48 / Decoding(model, 1, 48, None).run(),
         "decode batch 8": lambda: 64 / Decoding(model, 8, 8, None).run(),
         "prefill 512": lambda: 512 / measure_seconds(partial(prefill_once, model, 512, None)),
+        LONG: lambda: (
+            LONG_NEW / Decoding(model, 1, LONG_NEW, None, prompt=LONG_PROMPT).run()
+        ),
         "memory": lambda: resident_bytes() - resident_before,
     }
     with torch.inference_mode():
@@ -96,7 +102,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["exact"], choices=["exact", "fast"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
+    parser.add_argument("--measures", nargs="+", default=MEASURES, choices=(*MEASURES, LONG))
     options: Any = parser.parse_args()
     if options.serve:
         return serve(*options.serve, options.threads)
@@ -105,6 +111,8 @@ def main() -> None:
     print_header("ours : llama.cpp, tok/s", *options.measures)
     peer_command = [options.peer, PEERS / "peer_llamacpp.py"]
     threads = ["--threads", options.threads]
+    if LONG in options.measures:
+        threads += ["--context", LONG_PROMPT + 512, "--sequences", 1]
     for pair in options.pairs:
         own_path, _, peer_path = pair.partition("=")
         peer_path = peer_path or own_path

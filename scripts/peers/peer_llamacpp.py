@@ -188,6 +188,18 @@ class Session:
             self.run([18 + step], 17 + step)
         return count / (time.perf_counter() - started)
 
+    def decode_after(self, prompt: int, count: int) -> float:
+        """Tokens per second after a prompt, which is not timed."""
+        self.clear()
+        for start in range(0, prompt, 512):
+            size = min(512, prompt - start)
+            self.run(list(range(1, size + 1)), start)
+        self.run([17], prompt)
+        started = time.perf_counter()
+        for step in range(count):
+            self.run([18 + step], prompt + 1 + step)
+        return count / (time.perf_counter() - started)
+
     def time_batches(self, sequences: int, count: int) -> float:
         self.clear()
         self.run(list(range(1, sequences + 1)), 0, sequences)
@@ -272,6 +284,7 @@ def main() -> None:
         "decode batch 8": lambda: session.time_batches(8, 8),
         "prefill 128": lambda: session.prefill(128),
         "prefill 512": lambda: session.prefill(512),
+        "decode after 8192": lambda: session.decode_after(8192, 16),
         "memory": lambda: read_resident_bytes() - resident_before,
     }
     print(weight_bytes(path, experts), flush=True)
