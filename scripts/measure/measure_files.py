@@ -48,9 +48,7 @@ def serve(path: str, mode: str, threads: int) -> None:
         "decode": lambda: 48 / Decoding(model, 1, 48, None).run(),
         "decode batch 8": lambda: 64 / Decoding(model, 8, 8, None).run(),
         "prefill 512": lambda: 512 / measure_seconds(partial(prefill_once, model, 512, None)),
-        LONG: lambda: (
-            LONG_NEW / Decoding(model, 1, LONG_NEW, None, prompt=LONG_PROMPT).run()
-        ),
+        LONG: lambda: LONG_NEW / Decoding(model, 1, LONG_NEW, None, prompt=LONG_PROMPT).run(),
         "memory": lambda: resident_bytes() - resident_before,
     }
     with torch.inference_mode():

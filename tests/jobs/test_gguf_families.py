@@ -22,6 +22,7 @@ from gguf_config_cases import (
     GEMMA4_SMALL,
     GPT_OSS,
     GRANITE_HYBRID_MOE,
+    LFM2_MOE,
     LLAMA4,
     NEMOTRON_H,
     NEMOTRON_H_MOE,
@@ -67,15 +68,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True},
     ),
-    "lfm2-moe": (
-        "lfm2_moe",
-        {
-            **EXPERTS,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "num_dense_layers": 1,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "lfm2-moe": ("lfm2_moe", LFM2_MOE),
     "qwen3-5": ("qwen3_5_text", DELTA),
     "qwen3-5-moe": (
         "qwen3_5_moe_text",

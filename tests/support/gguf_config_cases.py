@@ -41,6 +41,12 @@ DELTA = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+LFM2_MOE = {
+    **EXPERTS,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "tie_word_embeddings": True,
+}
 LLAMA4 = {
     "head_dim": 16,
     "intermediate_size": 48,
@@ -238,15 +244,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
-    "lfm2-moe": (
-        "lfm2_moe",
-        {
-            **EXPERTS,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "num_dense_layers": 1,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "lfm2-moe": ("lfm2_moe", LFM2_MOE),
     "qwen3-5": ("qwen3_5_text", DELTA),
     "qwen3-5-published": (
         "qwen3_5_text",
